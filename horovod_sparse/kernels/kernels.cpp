@@ -54,10 +54,7 @@ INLINE typename Type<T>::Bit limit_bits(double threshold) {
     T limit = static_cast<T>(threshold);
     if (limit < 0) return -1;
     if (std::isnan(limit)) return Type<T>::magnitude;
-    limit = std::abs(limit);
-    typename Type<T>::Bit bits;
-    std::memcpy(&bits, &limit, sizeof bits);
-    return bits;
+    return bits_as<typename Type<T>::Bit>(std::abs(limit));
 }
 
 void add_to(hs_sums& sums, const hs_sums& other) {
@@ -100,18 +97,13 @@ std::atomic<bool> forked{false};
 // Calls work(part) for each part, in the threads of an OpenMP runtime.
 template <class Work>
 void run_parts(const OpenMP& openmp, int64_t parts, const Work& work) {
-    struct Data {
-        const OpenMP& openmp;
-        int64_t parts;
-        const Work& work;
-    } data{openmp, parts, work};
-    const auto body = [](void* pointer) {
-        const auto& [openmp, parts, work] = *static_cast<Data*>(pointer);
+    auto share = [&] {
         // There may be fewer threads than parts.
         for (int64_t part = openmp.thread(); part < parts; part += openmp.threads()) work(part);
     };
+    const auto body = [](void* pointer) { (*static_cast<decltype(share)*>(pointer))(); };
     // All threads of the pool, not one for each part: the runtime would end those that are left over, and start them again.
-    openmp.run(body, &data, 0, 0);
+    openmp.run(body, &share, 0, 0);
 }
 
 // Calls work(part) for each part, in threads of its own.
@@ -247,7 +239,7 @@ int64_t keep_finite(T* x, int64_t n) {
 
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
-void accumulate(T* residual, T* velocity, hs_gradient& gradient, Rates<T> rates, bool nesterov, int threads,
+void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, bool nesterov, int threads,
                 hs_notes& notes) {
     const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -284,18 +276,6 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, Rates<T> rates,
 }
 
 template <class T>
-int64_t accumulate(T* residual, T* velocity, hs_gradient* gradients, int64_t number, Rates<T> rates, bool nesterov,
-                   int threads, hs_notes& notes) {
-    int64_t bad = 0;
-    for (hs_gradient* one = gradients; one != gradients + number; ++one) {
-        T* const of_velocity = velocity == nullptr ? nullptr : velocity + one->first;
-        accumulate(residual + one->first, of_velocity, *one, rates, nesterov, threads, notes);
-        bad += one->not_finite != 0;
-    }
-    return bad;
-}
-
-template <class T>
 void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_sums* sums) {
     const auto loop = with_logs ? loops<T>().measure_with_logs : loops<T>().measure;
     const double rounded = static_cast<double>(static_cast<T>(cut));
@@ -312,13 +292,11 @@ void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_
 
 template <class T>
 int64_t count_above(const T* x, int64_t n, double threshold, int threads) {
-    std::vector<int64_t> partial(kMostThreads);
-    in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-        for (int64_t block = first; block < end; ++block)
-            partial[part] += loops<T>().count_above(x + block * kBlock, std::min(kBlock, n - block * kBlock),
-                                                    limit_bits<T>(threshold));
+    hs_sums sums;
+    sum_blocks(n, threads, &sums, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
+        out.count = loops<T>().count_above(x + begin, end - begin, limit_bits<T>(threshold));
     });
-    return std::accumulate(partial.begin(), partial.end(), int64_t{0});
+    return sums.count;
 }
 
 template <class T>
@@ -336,23 +314,6 @@ int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, 
     return found;
 }
 
-template <class T>
-int64_t pick_above(const int32_t* indices, const T* values, int64_t count, double threshold, int64_t* picked) {
-    const auto bound = limit_bits<T>(threshold);
-    int64_t number = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        typename Type<T>::Bit bits;
-        std::memcpy(&bits, &values[i], sizeof bits);
-        picked[number] = indices[i];
-        number += (bits & Type<T>::magnitude) > bound;
-    }
-    return number;
-}
-
-bool in_range(const int64_t* indices, int64_t count, int64_t n) {
-    return std::all_of(indices, indices + count, [n](int64_t index) { return 0 <= index && index < n; });
-}
-
 // Returns the entry rounded to float32, and subtracts it from the entry.
 float take_out(double& entry) {
     constexpr double largest = std::numeric_limits<float>::max();
@@ -367,36 +328,20 @@ float take_out(float& entry) {
     return value;
 }
 
-void write_padding(int32_t* message, int64_t row, int64_t capacity) {
-    for (; row < capacity; ++row) {
-        message[2 * row] = kPadding;
-        message[2 * row + 1] = 0;
-    }
+void write_padding(hs_pair* message, int64_t row, int64_t capacity) {
+    std::fill(message + row, message + capacity, hs_pair{kPadding, 0});
 }
 
-// Message 4 in memory: see horovod_sparse/exchange/wire.py. `Byte` is const where it is read.
-template <class Byte>
+// Message 4 in memory: see horovod_sparse/exchange/wire.py.
 struct Packed {
-    Byte *header, *lower, *upper, *codes;
+    int16_t* header;
+    uint8_t *lower, *upper, *codes;
 
-    template <class Number>
-    Packed(Number* message, int64_t length, int64_t chunks) {
+    Packed(int32_t* message, int64_t length, int64_t chunks) : header(reinterpret_cast<int16_t*>(message)) {
         const int64_t numbers = (3 * chunks + 1) / 2, room = (length - numbers) / 7 * 16;
-        header = reinterpret_cast<Byte*>(message);
-        lower = reinterpret_cast<Byte*>(message + numbers);
+        lower = reinterpret_cast<uint8_t*>(message + numbers);
         upper = lower + room;
         codes = upper + room / 2;
-    }
-
-    int16_t number(int64_t place) const {
-        int16_t read;
-        std::memcpy(&read, header + sizeof read * place, sizeof read);
-        return read;
-    }
-
-    void set(int64_t place, uint32_t number) const {
-        const uint16_t written = static_cast<uint16_t>(number);
-        std::memcpy(header + sizeof written * place, &written, sizeof written);
     }
 };
 
@@ -418,120 +363,80 @@ struct Level {
         if (count == 0) return 0;
         const double level = std::min(sum / static_cast<double>(count), 2 * smallest);
         if (largest > 32768 * level) return 0;
-        const float rounded = static_cast<float>(level);
-        uint32_t bits;
-        std::memcpy(&bits, &rounded, sizeof bits);
-        return bits & 0xffff0000u;
+        return bits_as<uint32_t>(static_cast<float>(level)) & 0xffff0000u;
     }
 };
 
-double magnitude_of(const int32_t* row) {
-    float value;
-    std::memcpy(&value, row + 1, sizeof value);
-    return std::abs(static_cast<double>(value));
-}
+double magnitude_of(const hs_pair& entry) { return std::abs(static_cast<double>(entry.value)); }
 
 template <class T>
-void write_packed(T* x, int64_t chunks, int32_t* message, int64_t capacity, int32_t* packed, int64_t length) {
-    std::fill(packed, packed + length, 0);
-    const Packed<uint8_t> to(packed, length, chunks);
-    for (int64_t row = 0, end; row < capacity && message[2 * row] >= 0; row = end) {
-        const int32_t chunk = message[2 * row] >> kChunkBits;
+void write_packed(T* x, int64_t chunks, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length) {
+    std::memset(packed, 0, length * sizeof *packed);
+    const Packed to(packed, length, chunks);
+    for (int64_t row = 0, end; row < capacity && message[row].index >= 0; row = end) {
+        const int32_t chunk = message[row].index >> kChunkBits;
         double sum = 0;
-        for (end = row; end < capacity && message[2 * end] >= 0 && message[2 * end] >> kChunkBits == chunk; ++end)
-            sum += magnitude_of(message + 2 * end);
+        for (end = row; end < capacity && message[end].index >= 0 && message[end].index >> kChunkBits == chunk; ++end)
+            sum += magnitude_of(message[end]);
         const double mean = sum / static_cast<double>(end - row);
         Level levels[2];
         for (int64_t one = row; one < end; ++one) {
-            const double magnitude = magnitude_of(message + 2 * one);
+            const double magnitude = magnitude_of(message[one]);
             levels[magnitude > mean].add(magnitude);
         }
         const uint32_t bits[] = {levels[0].bits(), levels[1].bits()};
-        to.set(chunk, static_cast<uint32_t>(end - row));
-        for (const int64_t size : {0, 1}) to.set(chunk + (1 + size) * chunks, bits[size] >> 16);
+        to.header[chunk] = static_cast<int16_t>(end - row);
+        for (const int64_t size : {0, 1}) to.header[chunk + (1 + size) * chunks] = static_cast<int16_t>(bits[size] >> 16);
         for (int64_t one = row; one < end; ++one) {
-            int32_t* entry = message + 2 * one;
-            const uint32_t is_large = magnitude_of(entry) > mean, sign = static_cast<uint32_t>(entry[1]) >> 31;
-            const uint32_t rounded = bits[is_large] | sign << 31, position = entry[0] & 0xfff;
-            float value, sent;
-            std::memcpy(&value, entry + 1, sizeof value);
-            std::memcpy(&sent, &rounded, sizeof sent);
-            std::memcpy(entry + 1, &rounded, sizeof rounded);
-            x[entry[0]] += value - sent;
+            auto& [index, value] = message[one];
+            const uint32_t is_large = magnitude_of(message[one]) > mean, sign = bits_as<uint32_t>(value) >> 31;
+            const uint32_t position = index & 0xfff;
+            const float sent = bits_as<float>(bits[is_large] | sign << 31);
+            x[index] += value - sent;
+            value = sent;
             to.lower[one] = static_cast<uint8_t>(position);
             to.upper[one / 2] |= static_cast<uint8_t>(position >> 8 << 4 * (one % 2));
             to.codes[one / 4] |= static_cast<uint8_t>((sign | is_large << 1) << 2 * (one % 4));
         }
     }
-    if (message[0] == kNotFinite) to.set(0, static_cast<uint32_t>(kNotFinite));
+    if (message[0].index == kNotFinite) to.header[0] = kNotFinite;
 }
 
 // Writes the message of pairs that a packed one stands for.
-void unquantize(const int32_t* packed, int64_t length, int64_t chunks, int32_t* message, int64_t capacity) {
-    const Packed<const uint8_t> from(packed, length, chunks);
-    int64_t total = 0, row = 0;
-    bool good = true;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        good = good && from.number(chunk) >= 0;
-        total += from.number(chunk);
-    }
-    good = good && total <= capacity;
+void unquantize(const Packed& from, int64_t chunks, hs_pair* message, int64_t capacity) {
+    const auto is_bad = [](int16_t count) { return count < 0; };
+    int64_t row = 0;
+    const bool good = std::none_of(from.header, from.header + chunks, is_bad) &&
+                      std::accumulate(from.header, from.header + chunks, int64_t{0}) <= capacity;
     for (int64_t chunk = 0; good && chunk < chunks; ++chunk)
-        for (const int64_t end = row + from.number(chunk); row < end; ++row) {
+        for (const int64_t end = row + from.header[chunk]; row < end; ++row) {
             const int32_t upper = from.upper[row / 2] >> 4 * (row % 2) & 0xf;
             const uint32_t code = from.codes[row / 4] >> 2 * (row % 4) & 3;
-            const uint32_t level = static_cast<uint16_t>(from.number(chunk + (1 + (code >> 1)) * chunks));
-            const uint32_t bits = level << 16 | code << 31;
-            message[2 * row] = static_cast<int32_t>(chunk << kChunkBits) + (upper << 8 | from.lower[row]);
-            std::memcpy(&message[2 * row + 1], &bits, sizeof bits);
+            const uint32_t level = static_cast<uint16_t>(from.header[chunk + (1 + (code >> 1)) * chunks]);
+            const int32_t index = static_cast<int32_t>(chunk << kChunkBits) + (upper << 8 | from.lower[row]);
+            message[row] = {index, bits_as<float>(level << 16 | code << 31)};
         }
     write_padding(message, row, capacity);
-    if (!good) message[0] = from.number(0) == kNotFinite ? kNotFinite : kBadCounts;
+    if (!good) message[0].index = from.header[0] == kNotFinite ? kNotFinite : kBadCounts;
 }
 
-// The rows of a message of pairs that are in use.
-struct Pairs {
-    const int32_t* rows;
-    int64_t count;
-    float divisor;
-
-    int64_t index(int64_t row) const { return rows[2 * row]; }
-
-    float value(int64_t row) const {
-        float value;
-        std::memcpy(&value, &rows[2 * row + 1], sizeof value);
-        return value / divisor;
-    }
-
-    // Returns the first row, starting at `from`, whose index is not below the bound. The message's indices must ascend.
-    int64_t lower_bound(int64_t from, int64_t bound) const {
-        for (int64_t left = count - from; left > 0;) {
-            const int64_t half = left / 2;
-            if (index(from + half) < bound) {
-                from += half + 1;
-                left -= half + 1;
-            } else {
-                left = half;
-            }
-        }
-        return from;
-    }
-};
-
-// The rows that belong to a target: [from, to).
+// The rows of a message of pairs that belong to a target: [from, to).
 struct Range {
-    Pairs pairs;
-    int64_t from, to;
+    const hs_pair *from, *to;
 
-    Range(const Pairs& of, int64_t first, int64_t n)
-        : pairs(of), from(of.lower_bound(0, first)), to(of.lower_bound(from, first + n)) {}
+    // The message's indices must ascend.
+    Range(const hs_pair* rows, int64_t used, int64_t first, int64_t n) {
+        const auto is_below = [](const hs_pair& row, int64_t bound) { return row.index < bound; };
+        from = std::lower_bound(rows, rows + used, first, is_below);
+        to = std::lower_bound(from, rows + used, first + n, is_below);
+    }
 
     // Returns whether the indices of these rows ascend and are all in the target.
     bool ascends(int64_t first, int64_t n) const {
         int64_t before = first - 1;
-        for (int64_t row = from; row < to; ++row) {
-            if (pairs.index(row) <= before) return false;
-            before = pairs.index(row);
+        for (const hs_pair* row = from; row != to; ++row) {
+            if (row->index <= before) return false;
+            before = row->index;
         }
         return before < first + n;
     }
@@ -539,14 +444,11 @@ struct Range {
 
 // Adds the entries with indices in [begin, end) to a stretch, and removes them from the ranges.
 template <class T>
-void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ranges) {
+void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ranges, float divisor) {
     for (Range& range : ranges) {
         // These are copies, because the stretch cannot overlap copies.
-        const Pairs pairs = range.pairs;
-        const int64_t to = range.to;
-        int64_t row = range.from;
-        for (; row < to && pairs.index(row) < end; ++row)
-            stretch[pairs.index(row) - begin] += static_cast<T>(pairs.value(row));
+        const hs_pair *row = range.from, *const to = range.to;
+        for (; row != to && row->index < end; ++row) stretch[row->index - begin] += static_cast<T>(row->value / divisor);
         range.from = row;
     }
 }
@@ -573,23 +475,15 @@ int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_
     return used;
 }
 
-// Returns the rows of each message that belong to a target.
-std::vector<Range> ranges_of(const hs_target& target, const std::vector<Pairs>& messages) {
-    std::vector<Range> ranges;
-    ranges.reserve(messages.size());
-    for (const Pairs& message : messages) ranges.emplace_back(message, target.first, target.n);
-    return ranges;
-}
-
 template <class T>
-void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges) {
+void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges, float divisor) {
     int64_t begin = 0;
 #ifdef __SSE2__
     if (n * static_cast<int64_t>(sizeof(T)) >= kLeastPastTheCaches) {
         alignas(64) T stretch[kPiece];
         const auto sum_up_to = [&](int64_t end) {
             std::memset(stretch, 0, (end - begin) * sizeof(T));
-            add_entries(stretch, first + begin, first + end, ranges);
+            add_entries(stretch, first + begin, first + end, ranges, divisor);
         };
         // The head ends where the first cache line begins that belongs to the target alone.
         const int64_t head = (64 - reinterpret_cast<uintptr_t>(target) % 64) % 64 / sizeof(T);
@@ -605,7 +499,7 @@ void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges) {
     for (; begin < n; begin += kStretch) {
         const int64_t end = std::min(begin + kStretch, n);
         std::memset(target + begin, 0, (end - begin) * sizeof(T));
-        add_entries(target + begin, first + begin, first + end, ranges);
+        add_entries(target + begin, first + begin, first + end, ranges, divisor);
     }
 }
 
@@ -656,17 +550,21 @@ int hs_share_threads(void) {
     return 1;
 }
 
-int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
-                      double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes) {
-    for (const hs_gradient* one = gradients; one != gradients + number; ++one)
-        if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return -1;
+int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
+                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes) {
+    for (const hs_part* one = gradients; one != gradients + number; ++one)
+        if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return 0;
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
-    return typed(residual, type, [&](auto* entries) {
+    typed(residual, type, [&](auto* entries) {
         using T = std::remove_pointer_t<decltype(entries)>;
         const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(ahead), static_cast<T>(rate)};
-        return accumulate(entries, static_cast<T*>(velocity), gradients, number, rates, nesterov != 0, threads, of_these);
+        for (hs_part* one = gradients; one != gradients + number; ++one) {
+            T* const moved = velocity == nullptr ? nullptr : static_cast<T*>(velocity) + one->first;
+            accumulate(entries + one->first, moved, *one, rates, nesterov != 0, threads, of_these);
+        }
     });
+    return 1;
 }
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
@@ -685,51 +583,46 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 }
 
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values) {
-    if (!in_range(indices, count, n)) return 0;
+    const auto in_range = [n](int64_t index) { return 0 <= index && index < n; };
+    if (!std::all_of(indices, indices + count, in_range)) return 0;
     typed(x, type, [&](auto* entries) {
         for (int64_t i = 0; i < count; ++i) values[i] = take_out(entries[indices[i]]);
     });
     return 1;
 }
 
-int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
-                      int64_t* picked) {
-    return typed(values, type, [&](const auto* entries) { return pick_above(indices, entries, count, threshold, picked); });
-}
-
-int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,
+int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor) {
-    std::vector<Pairs> of_all;
-    of_all.reserve(world);
-    for (int64_t sender = 0; sender < world; ++sender)
-        of_all.push_back({messages + 2 * capacity * sender, used[sender], divisor});
-    for (const hs_target* one = targets; one != targets + number; ++one)
-        for (const Range& range : ranges_of(*one, of_all))
+    const auto ranges_of = [&](const hs_part& target) {
+        std::vector<Range> ranges;
+        ranges.reserve(world);
+        for (int64_t sender = 0; sender < world; ++sender)
+            ranges.emplace_back(messages + capacity * sender, used[sender], target.first, target.n);
+        return ranges;
+    };
+    for (const hs_part* one = targets; one != targets + number; ++one)
+        for (const Range& range : ranges_of(*one))
             if (!range.ascends(one->first, one->n)) return 0;
-    for (const hs_target* one = targets; one != targets + number; ++one) {
+    for (const hs_part* one = targets; one != targets + number; ++one) {
         typed(reinterpret_cast<void*>(one->address), one->type,
-              [&](auto* target) { assemble(target, one->n, one->first, ranges_of(*one, of_all)); });
+              [&](auto* target) { assemble(target, one->n, one->first, ranges_of(*one), divisor); });
     }
     return 1;
 }
 
-void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
-    for (int64_t row = 0; row < count; ++row) {
-        message[2 * row] = static_cast<int32_t>(indices[row]);
-        std::memcpy(&message[2 * row + 1], &values[row], sizeof(float));
-    }
+void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, hs_pair* message) {
+    for (int64_t row = 0; row < count; ++row) message[row] = {static_cast<int32_t>(indices[row]), values[row]};
     write_padding(message, count, capacity);
 }
 
-void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length) {
+void hs_quantize(void* x, int type, int64_t n, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length) {
     const int64_t chunks = std::max<int64_t>((n + (1 << kChunkBits) - 1) >> kChunkBits, 1);
     typed(x, type, [&](auto* entries) { write_packed(entries, chunks, message, capacity, packed, length); });
 }
 
-void hs_unquantize(const int32_t* packed, int64_t length, int64_t chunks, int64_t world, int32_t* messages,
-                   int64_t capacity) {
+void hs_unquantize(int32_t* packed, int64_t length, int64_t chunks, int64_t world, hs_pair* messages, int64_t capacity) {
     for (int64_t sender = 0; sender < world; ++sender)
-        unquantize(packed + sender * length, length, chunks, messages + 2 * sender * capacity, capacity);
+        unquantize(Packed(packed + sender * length, length, chunks), chunks, messages + sender * capacity, capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {
@@ -745,11 +638,4 @@ int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_
         ends.push_back(std::copy_n(one + header, used, ends.back()));
     }
     return merge_unique(ends);
-}
-
-void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values) {
-    for (int64_t row = 0; row < used; ++row) {
-        indices[row] = message[2 * row];
-        std::memcpy(&values[row], &message[2 * row + 1], sizeof(float));
-    }
 }

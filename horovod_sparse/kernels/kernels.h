@@ -24,21 +24,20 @@ typedef struct {
     double logs;         /* sum of logarithms of the excesses, if asked for */
 } hs_sums;
 
-/* A gradient, and the part of an array that takes it in. */
+/* A part of an array, which takes in a gradient or is written to. */
 typedef struct {
-    uintptr_t address;
+    uintptr_t address;  /* of the gradient, or of the part */
     int type;
     int64_t first, n;
     int64_t not_finite; /* result: number of its entries that are not finite, and of sums that left the range of the type */
     int64_t found;      /* result: number of entries above the cut in this part and those before it */
-} hs_gradient;
+} hs_part;
 
-/* A part of an array that is to be written. */
+/* A row of a message of pairs. */
 typedef struct {
-    uintptr_t address;
-    int type;
-    int64_t first, n;
-} hs_target;
+    int32_t index;
+    float value;
+} hs_pair;
 
 /* What is found out about an array while its parts take in gradients, one after the other. */
 typedef struct {
@@ -63,10 +62,9 @@ int hs_share_threads(void);
 /* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += rate gradient.
    With velocity: velocity = momentum velocity + gradient, residual += rate velocity. With Nesterov's momentum, instead of the
    last: residual += rate (ahead velocity + gradient). The rate is above zero. Products are rounded. Sums that leave the range of the type stay at its largest number. `notes` may be null.
-   Returns how many gradients had entries that are not finite or such sums. Changes nothing and returns -1 if one reaches
-   beyond numel. */
-int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
-                      double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
+   Changes nothing and returns 0 if one reaches beyond numel. */
+int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
+                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Returns the number of entries above a threshold. */
@@ -79,24 +77,20 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is
    outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values);
-/* Writes those of `count` indices whose values are above the threshold, and returns their number. `picked` has room for all. */
-int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
-                      int64_t* picked);
 /* Writes to each target the sum of those entries of `world` messages of pairs whose indices are in [first, first + n); its
    own indices count from `first`. Entries are divided by `divisor`, then added in the messages' order. The target is zero
    where no message has an entry. The first used[w] of the `capacity` rows of message number w are in use. Changes nothing and
    returns 0 unless every message's indices ascend within each target. */
-int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,
+int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor);
 /* Writes a message of pairs with room for `capacity`: see horovod_sparse/exchange/wire.py. */
-void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message);
+void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, hs_pair* message);
 /* Writes a packed message of `length` int32, for x with n entries, with the entries of a message of pairs, which were taken out
    of x. Rounds the values to their chunk's levels, also in the message of pairs, and adds the rest to x. */
-void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length);
+void hs_quantize(void* x, int type, int64_t n, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length);
 /* Writes the messages of pairs, of `capacity` rows, that `world` packed ones of `length` int32 stand for. The first index of a
    message is -3 if its counts are negative or more than `capacity` together. */
-void hs_unquantize(const int32_t* packed, int64_t length, int64_t chunks, int64_t world, int32_t* messages,
-                   int64_t capacity);
+void hs_unquantize(int32_t* packed, int64_t length, int64_t chunks, int64_t world, hs_pair* messages, int64_t capacity);
 /* used[w] = how many of the `capacity` indices of message number w come before its padding. Indices are `stride` apart.
    used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/exchange/wire.py for a bucket of n. */
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);
@@ -104,8 +98,6 @@ void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, in
    come after `header` numbers, and `merged` has room for all of them. Returns -1 unless hs_rows_in_use finds every message's
    indices in order, for a bucket of n. */
 int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged);
-/* Reads the first `used` rows of a message of pairs. */
-void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values);
 /* end */
 
 #ifdef __cplusplus

@@ -7,16 +7,9 @@
 namespace detail {
 
 template <class T>
-struct Vectors;
-template <>
-struct Vectors<float> {
-    typedef float Vector __attribute__((vector_size(WIDTH)));
-    typedef int32_t Bits __attribute__((vector_size(WIDTH)));
-};
-template <>
-struct Vectors<double> {
-    typedef double Vector __attribute__((vector_size(WIDTH)));
-    typedef int64_t Bits __attribute__((vector_size(WIDTH)));
+struct Vectors {
+    typedef T Vector __attribute__((vector_size(WIDTH)));
+    typedef typename Type<T>::Bit Bits __attribute__((vector_size(WIDTH)));
 };
 template <class T>
 using Vector = typename Vectors<T>::Vector;
@@ -197,9 +190,7 @@ template <class T>
 __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
     int64_t bad = 0;
     for (int i = 0; i < kGroup; ++i) {
-        typename Type<T>::Bit bits;
-        __builtin_memcpy(&bits, gradient + i, sizeof bits);
-        const bool good = (bits & Type<T>::magnitude) < Type<T>::infinity;
+        const bool good = (bits_as<typename Type<T>::Bit>(gradient[i]) & Type<T>::magnitude) < Type<T>::infinity;
         cleaned[i] = good ? gradient[i] : T{0};
         bad += !good;
     }
@@ -303,11 +294,7 @@ int64_t count_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     int64_t i = 0, number = 0;
     for (; i + kLanes<T> <= count; i += kLanes<T>) found -= magnitude_bits<T>(load<Vector<T>>(x + i)) > bound;
     for (int lane = 0; lane < kLanes<T>; ++lane) number += found[lane];
-    for (; i < count; ++i) {
-        typename Type<T>::Bit bits;
-        __builtin_memcpy(&bits, x + i, sizeof bits);
-        number += (bits & Type<T>::magnitude) > bound;
-    }
+    for (; i < count; ++i) number += (bits_as<typename Type<T>::Bit>(x[i]) & Type<T>::magnitude) > bound;
     return number;
 }
 
@@ -370,19 +357,17 @@ int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit b
 
 template <class T>
 void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to) {
-    if (type == HS_FLOAT32) {
-        const float* from = static_cast<const float*>(gradient) + begin;
-        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
-    } else if (type == HS_FLOAT64) {
-        const double* from = static_cast<const double*>(gradient) + begin;
-        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
-    } else if (type == HS_BFLOAT16) {
-        const uint16_t* from = static_cast<const uint16_t*>(gradient) + begin;
-        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from_bfloat16(from[i]));
-    } else {
-        const uint16_t* from = static_cast<const uint16_t*>(gradient) + begin;
-        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from_float16(from[i]));
-    }
+    const auto each = [&](const auto* from, const auto& number_of) ALWAYS {
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(number_of(from[begin + i]));
+    };
+    if (type == HS_FLOAT32)
+        each(static_cast<const float*>(gradient), [](float number) ALWAYS { return number; });
+    else if (type == HS_FLOAT64)
+        each(static_cast<const double*>(gradient), [](double number) ALWAYS { return number; });
+    else if (type == HS_BFLOAT16)
+        each(static_cast<const uint16_t*>(gradient), [](uint16_t half) ALWAYS { return from_bfloat16(half); });
+    else
+        each(static_cast<const uint16_t*>(gradient), [](uint16_t half) ALWAYS { return from_float16(half); });
 }
 
 template <class T>

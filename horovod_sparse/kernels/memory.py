@@ -71,35 +71,21 @@ class HostOps(Ops, Protocol):
         """Return the framework's array that has the memory of `host`."""
 
 
-class Gradients(NamedTuple):
-    """Gradients as kernels take them in."""
+def take_in(
+    ops: HostOps, residual: Block, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None
+) -> Any | None:
+    """Do as `Ops.accumulate`, and note what `notes` asks for. `residual` is the `Memory.write` of the buffer.
 
-    parts: Any
-    """An array of `hs_gradient`."""
-    numel: int
-    """The number of their elements."""
-    owners: list[object]
-    """What must live as long as their memory is used."""
-
-
-def gradients_of(ops: HostOps, parts: Sequence[Part]) -> Gradients | None:
-    """Return the gradients of parts of a buffer; None if kernels do not take all of them."""
-    given, owners, total = [], [], 0
-    for first, gradient in parts:
+    Return an array of `hs_part`, which hold the results; None, and do nothing, if kernels do not take all of the gradients.
+    """
+    given, owners = [], []
+    for first, gradient in gradients:
         memory = ops.memory(gradient)
         if memory is None or memory.type > FLOAT16:
             return None
-        address, code, numel, owner, _ = memory
-        given.append((address, code, first, numel))
-        owners.append(owner)
-        total += numel
-    return Gradients(ffi.new("hs_gradient[]", given), total, owners)
-
-
-def take_in(
-    ops: HostOps, residual: Block, gradients: Gradients, moving: Moving | None, rate: float, notes: Any = None
-) -> list[int]:
-    """Do as `Ops.accumulate`, and note what `notes` asks for. `residual` is the `Memory.write` of the buffer."""
+        given.append((memory.address, memory.type, first, memory.numel))
+        # Contiguous copies live as long as their memory is used.
+        owners.append(memory.owner)
     pointer, code, numel = residual
     velocity, factor, ahead = ffi.NULL, 0.0, None
     if moving is not None:
@@ -107,20 +93,12 @@ def take_in(
         if memory is None or memory[1:3] != residual[1:]:
             raise ValueError(f"velocity must be like the residual, {numel} of {TYPES[code]}, got {memory}")
         (velocity, _, _), (factor, ahead) = memory.write(), moving.momentum
-    parts = gradients.parts
+    parts = ffi.new("hs_part[]", given)
     what = parts, len(parts), factor, ahead or 0.0, ahead is not None, rate, ops.threads(), notes or ffi.NULL
-    bad = lib.hs_accumulate(pointer, velocity, code, numel, *what)
-    if bad < 0:
+    if not lib.hs_accumulate(pointer, velocity, code, numel, *what):
         places = [(part.first, part.n) for part in parts]
         raise ValueError(f"gradients must be within the residual's {numel} elements, got {places}")
-    return [part.not_finite for part in parts] if bad else [0] * len(parts)
-
-
-def measure(x: Block, cut: float, with_log: bool, threads: int) -> Sums:
-    """Return the sums of the excesses over a cut, which is not negative."""
-    sums = ffi.new("hs_sums *")
-    lib.hs_measure(*x, cut, with_log, threads, sums)
-    return sums_of(sums, with_log)
+    return parts
 
 
 def sums_of(sums: Any, with_log: bool = False) -> Sums:

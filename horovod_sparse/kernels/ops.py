@@ -44,10 +44,11 @@ class KernelOps(HostOps):
     def accumulate(
         self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
     ) -> list[int]:
-        at, given = self._wide(buffer), memory.gradients_of(self, gradients)
-        if at is None or given is None:
+        at = self._wide(buffer)
+        taken = at and memory.take_in(self, at.write(), gradients, moving, rate)
+        if taken is None:
             return super().accumulate(buffer, gradients, moving, rate)
-        return memory.take_in(self, at.write(), given, moving, rate)
+        return [part.not_finite for part in taken]
 
     # --- what is in an array ---
 
@@ -55,7 +56,9 @@ class KernelOps(HostOps):
         at = self._wide(x)
         if at is None:
             return super().measure(x, threshold, with_log=with_log)
-        return memory.measure(at.read(), threshold, with_log, self.threads())
+        sums = ffi.new("hs_sums *")
+        lib.hs_measure(*at.read(), threshold, with_log, self.threads(), sums)
+        return memory.sums_of(sums, with_log)
 
     def norm(self, x: Array) -> float:
         return super().norm(x) if self._wide(x) is None else math.sqrt(self.measure(x).squares)
@@ -105,7 +108,8 @@ class KernelOps(HostOps):
             return super().take(x, indices)
         some = _of_type(INT64, "indices", self.memory(indices))
         values = np.empty(some.numel, np.float32)
-        _check_range(lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)), at)
+        if not lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)):
+            raise IndexError(f"indices must be in [0, {at.numel})")
         return self.array(values)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
@@ -160,34 +164,25 @@ class KernelOps(HostOps):
         lib.hs_rows_in_use(_messages(at), stride, _length(at, stride, world), world, numel, used)
         return [None if rows == -1 else rows for rows in used]
 
-    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
-        at = self.memory(message)
-        if at is None:
-            return super().unpack(message, used)
-        if used > _length(at, 2, 1):
-            raise ValueError(f"used must be at most {_length(at, 2, 1)}, got {used}")
-        indices, values = np.empty(used, np.int64), np.empty(used, np.float32)
-        lib.hs_unpack(_messages(at), used, _written(indices), _written(values))
-        return self.array(indices), self.array(values)
-
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         at, world = self.memory(messages), len(used)
         if at is None:
             return super().assembler(messages, used, divisor)
-        capacity, rows = _length(at, 2, world), _rows(used, _length(at, 2, world))
+        capacity = _length(at, 2, world)
+        if not all(0 <= rows <= capacity for rows in used):
+            raise ValueError(f"used must be within [0, {capacity}], got {used}")
 
         def assemble(targets: Sequence[Part]) -> None:
             # Made here, so that the messages live as long as this function.
-            pointer, of_these = _messages(at), []
+            pointer, of_these = _of_type(INT32, "messages", at).pointer(), []
             for first, part in targets:
                 place = self.memory(part)
                 if place is None or place.type > FLOAT64:
                     raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
                 _, number, numel = place.write()
                 of_these.append((place.address, number, first, numel))
-            if not lib.hs_assemble(
-                ffi.new("hs_target[]", of_these), len(of_these), pointer, capacity, world, rows, divisor
-            ):
+            parts = ffi.new("hs_part[]", of_these)
+            if not lib.hs_assemble(parts, len(parts), pointer, capacity, world, used, divisor):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
 
         return assemble
@@ -211,18 +206,6 @@ def _length(at: Memory, stride: int, world: int) -> int:
     return at.numel // (stride * world)
 
 
-def _rows(used: list[int], capacity: int) -> Any:
-    """Return the numbers of rows that messages with room for `capacity` use, as kernels take them."""
-    if not all(0 <= number <= capacity for number in used):
-        raise ValueError(f"used must be within [0, {capacity}], got {used}")
-    return ffi.new("int64_t[]", used)
-
-
 def _written(array: NDArray[Any]) -> Any:
     """Return the address of an array that a kernel writes to; it keeps the array alive."""
     return ffi.from_buffer("void *", array)
-
-
-def _check_range(in_range: int, target: Memory) -> None:
-    if not in_range:
-        raise IndexError(f"indices must be in [0, {target.numel})")

@@ -13,7 +13,6 @@
 
 #ifdef __x86_64__
 #include <immintrin.h>
-#define HAS_X86_VARIANTS 1
 #endif
 #define ALWAYS __attribute__((always_inline))
 #define INLINE inline ALWAYS
@@ -37,6 +36,14 @@ struct Type<double> {
 };
 
 static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559);
+
+template <class To, class From>
+INLINE To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
 
 // Elements that are converted, changed and read again while they are in the first-level cache.
 constexpr int64_t kPiece = 1024;
@@ -64,9 +71,7 @@ struct alignas(64) Totals {
             sums.squares += squares[chain];
         }
         const Bit most = *std::max_element(std::begin(largest), std::end(largest));
-        T magnitude;
-        std::memcpy(&magnitude, &most, sizeof most);
-        sums.largest = std::max<double>(sums.largest, magnitude);
+        sums.largest = std::max<double>(sums.largest, bits_as<T>(most));
         for (const Bit lane : count) sums.count += lane;
         sums.logs += logs;
     }
@@ -105,26 +110,18 @@ INLINE void ask_for_what_follows(const void* here) {
 }
 
 INLINE float from_bfloat16(uint16_t bits) {
-    const uint32_t wide = uint32_t{bits} << 16;
-    float number;
-    std::memcpy(&number, &wide, sizeof number);
-    return number;
+    return bits_as<float>(uint32_t{bits} << 16);
 }
 
 INLINE float from_float16(uint16_t half) {
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
     // Denormal halves are made from integers: a processor that is set to flush denormal floats would read those as zero.
     const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
-    uint32_t small_bits;
-    std::memcpy(&small_bits, &small, sizeof small_bits);
     // The exponent of other halves is moved into float32's place and its bias is corrected, twice for infinity and NaN.
     // This uses masks, because compilers do not vectorize a branch.
     const uint32_t normal = -uint32_t{magnitude >= 0x0400u}, infinite = -uint32_t{magnitude >= 0x7c00u};
     const uint32_t moved = (magnitude << 13) + 0x38000000u + (infinite & 0x38000000u);
-    const uint32_t bits = sign | (normal & moved) | (~normal & small_bits);
-    float number;
-    std::memcpy(&number, &bits, sizeof number);
-    return number;
+    return bits_as<float>(sign | (normal & moved) | (~normal & bits_as<uint32_t>(small)));
 }
 
 // --- the variants: the width of their vectors, and the instructions that the compiler may use ---
@@ -135,7 +132,7 @@ namespace baseline {
 }
 #undef WIDTH
 
-#ifdef HAS_X86_VARIANTS
+#ifdef __x86_64__
 // For every mask of eight lanes: the lanes that are set, in order.
 struct SetLanes {
     uint8_t of[256][8];
@@ -173,9 +170,7 @@ namespace avx512 {
 }
 #undef WIDTH
 END_ALLOW
-#endif
 
-#ifdef HAS_X86_VARIANTS
 bool runs_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
            __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
@@ -191,7 +186,7 @@ struct Named {
 
 // The fastest first.
 const Named kVariants[] = {
-#ifdef HAS_X86_VARIANTS
+#ifdef __x86_64__
     {"avx512", &avx512::variant,
      [] {
          return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

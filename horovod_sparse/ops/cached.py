@@ -32,6 +32,11 @@ class Cached:
         self._x = x
         self._above = above
 
+    @property
+    def above(self) -> Above | None:
+        """What is known of the array."""
+        return self._above
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
@@ -47,6 +52,9 @@ class Cached:
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         return self._ops.measure(self._exceeding(x, threshold), threshold, with_log=with_log)
 
+    def count(self, x: Array, threshold: float) -> int:
+        return self._ops.count(self._exceeding(x, threshold), threshold)
+
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         among = self._exceeding(x, threshold)
         return self._of(x, among, self._ops.select_above(among, threshold, capacity))
@@ -57,7 +65,8 @@ class Cached:
 
     def _exceeding(self, x: Array, threshold: float) -> Array:
         """Return an array that contains all entries of x above the threshold."""
-        return self._above.values if x is self._x and self._above and threshold >= self._above.cut else x
+        above = self.above if x is self._x else None
+        return above.values if above and threshold >= above.cut else x
 
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         """Return a selection among some entries of x with its indices in x."""
