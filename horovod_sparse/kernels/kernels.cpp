@@ -151,21 +151,6 @@ void sum_blocks(int64_t n, int threads, hs_sums* sums, const Block& block) {
     for (const auto& one : partial) add_to(*sums, one);
 }
 
-template <class T>
-constexpr int kOwnType = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
-
-// Calls work(pointer) with a piece of `count` elements of type T: the elements themselves, or a converted copy.
-template <class T, class Work>
-void with_piece(const void* x, int type, int64_t begin, int64_t count, const Work& work) {
-    if (type == kOwnType<T>) {
-        work(static_cast<const T*>(x) + begin);
-    } else {
-        T converted[kPiece];
-        loops<T>().convert(x, type, begin, count, converted);
-        work(converted);
-    }
-}
-
 // Collects entries above a bound in ascending order, as far as there is room. Each part of the work has its share of the room.
 template <class T>
 class Collector {
@@ -242,6 +227,8 @@ template <class T>
 void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, bool nesterov, int threads,
                 hs_notes& notes) {
     const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
+    constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
+    const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
     const int64_t room = notes.complete ? notes.room - notes.found : 0;
     Collector<T> collector(notes.cut, gradient.first, notes.indices + notes.found,
@@ -252,12 +239,16 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, boo
         Totals<T> totals;
         for (int64_t i = begin; i < end; i += kPiece) {
             const int64_t count = std::min(kPiece, end - i);
+            T converted[kPiece];
+            const T* piece = converted;
+            if (gradient.type == own_type)
+                piece = static_cast<const T*>(given) + i;
+            else
+                loops<T>().convert(given, gradient.type, i, count, converted);
             T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
-            with_piece<T>(reinterpret_cast<const void*>(gradient.address), gradient.type, i, count, [&](const T* g) {
-                const uint32_t groups =
-                    loop(residual + i, piece_of_velocity, g, count, rates, collector.bound(), totals);
-                if (room > 0) collector.add(part, residual + i, i, count, groups);
-            });
+            const uint32_t groups =
+                loop(residual + i, piece_of_velocity, piece, count, rates, collector.bound(), totals);
+            if (room > 0) collector.add(part, residual + i, i, count, groups);
         }
         totals.write(out);
         not_finite[part] += totals.bad;
@@ -503,15 +494,6 @@ void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges, fl
     }
 }
 
-// Merges runs of ascending numbers, number r in [ends[r], ends[r + 1]), into one in which each number stands once. Returns its length.
-int64_t merge_unique(const std::vector<int64_t*>& ends) {
-    const size_t runs = ends.size() - 1;
-    for (size_t width = 1; width < runs; width *= 2)
-        for (size_t first = 0; first + width < runs; first += 2 * width)
-            std::inplace_merge(ends[first], ends[first + width], ends[std::min(runs, first + 2 * width)]);
-    return std::unique(ends.front(), ends.back()) - ends.front();
-}
-
 // Calls work with the entries of an array as what their type says: float32 or float64.
 template <class Work>
 auto typed(void* x, int type, const Work& work) {
@@ -637,5 +619,10 @@ int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_
         if (used < 0) return -1;
         ends.push_back(std::copy_n(one + header, used, ends.back()));
     }
-    return merge_unique(ends);
+    // Merge the ascending runs, of which number r is [ends[r], ends[r + 1]).
+    const size_t runs = ends.size() - 1;
+    for (size_t width = 1; width < runs; width *= 2)
+        for (size_t first = 0; first + width < runs; first += 2 * width)
+            std::inplace_merge(ends[first], ends[first + width], ends[std::min(runs, first + 2 * width)]);
+    return std::unique(merged, ends.back()) - merged;
 }
