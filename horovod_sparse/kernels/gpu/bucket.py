@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +14,7 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import write
-from horovod_sparse.kernels.gpu.messages import CHUNK, device_of
+from horovod_sparse.kernels.gpu.messages import CHUNK
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -43,15 +42,6 @@ _WIDTHS = {torch.float32: (8, 8, 8, 7), torch.float64: (8, 8, 8, 8, 8, 8, 8, 7)}
 """Width of each digit of a magnitude, in bits, from the most significant digit."""
 _SAMPLED_WIDTH = 11
 """That of the digit that a sample is counted by: the exponent and three more bits of a float32."""
-
-
-class _Part(NamedTuple):
-    """One parameter's place in the bucket, and its tiles."""
-
-    end: int
-    """Index after its last entry."""
-    first_tile: int
-    tiles: int
 
 
 class DeviceBucket:
@@ -85,13 +75,13 @@ class DeviceBucket:
         self.rule = rule
         self.buffer, self._velocity = buffer, velocity
         assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
-        self._parts: dict[int, _Part] = {}
-        """The parameters, keyed by the index of their first entry."""
+        self._tiles_of: dict[int, range] = {}
+        """The tiles of each parameter, keyed by the index of its first entry."""
         starts: list[int] = []
         offset = 0
         for size in sizes:
             tiles = range(offset, offset + size, block)
-            self._parts[offset] = _Part(offset + size, len(starts), len(tiles))
+            self._tiles_of[offset] = range(len(starts), len(starts) + len(tiles))
             starts.extend(tiles)
             offset += size
         self._tiles = len(starts)
@@ -150,49 +140,45 @@ class DeviceBucket:
         momentum: Momentum | None = None,
         rate: float = 1.0,
     ) -> None:
+        request, floor = self.rule.request(state, k), self._floor(state)
         for slot, gradient in gradients:
-            self._accumulate(slot.offset, gradient, state, k, momentum, rate)
-
-    def _accumulate(
-        self, offset: int, gradient: Tensor | None, state: BucketState, k: int, momentum: Momentum | None, rate: float
-    ) -> None:
-        part = self._parts[offset]
-        x = self.buffer[offset : part.end]
-        moving = x if self._velocity is None else self._velocity[offset : part.end]
-        flat = x if gradient is None else gradient.contiguous()
-        assert flat.numel() == x.numel()
-        with device_of(self.buffer):
-            accumulate[(part.tiles,)](
-                x,
-                flat,
-                moving,
-                offset,
-                part.end - offset,
-                part.first_tile,
-                self._tiles,
-                self.rule.request(state, k).cut,
-                self._floor(state),
-                0.0 if momentum is None else momentum.factor,
-                0.0 if momentum is None else momentum.ahead or 0.0,
-                rate,
-                self._partials,
-                self._found,
-                self._slots,
-                BLOCK=self._shape["BLOCK"],
-                SLOTS=self._slots_each,
-                CHUNK=min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
-                HAS_GRADIENT=gradient is not None,
-                HAS_VELOCITY=momentum is not None,
-                NESTEROV=momentum is not None and momentum.ahead is not None,
-                MEASURES=self.rule.measures,
-                # A product and a sum must round twice, as they do everywhere else.
-                enable_fp_fusion=momentum is None and rate == 1.0,
-            )
+            part, tiles = slice(slot.offset, slot.offset + slot.numel), self._tiles_of[slot.offset]
+            x = self.buffer[part]
+            moving = x if self._velocity is None else self._velocity[part]
+            flat = x if gradient is None else gradient.contiguous()
+            assert flat.numel() == x.numel()
+            with torch.cuda.device_of(self.buffer):
+                accumulate[(len(tiles),)](
+                    x,
+                    flat,
+                    moving,
+                    slot.offset,
+                    slot.numel,
+                    tiles.start,
+                    self._tiles,
+                    request.cut,
+                    floor,
+                    0.0 if momentum is None else momentum.factor,
+                    0.0 if momentum is None else momentum.ahead or 0.0,
+                    rate,
+                    self._partials,
+                    self._found,
+                    self._slots,
+                    BLOCK=self._shape["BLOCK"],
+                    SLOTS=self._slots_each,
+                    CHUNK=min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
+                    HAS_GRADIENT=gradient is not None,
+                    HAS_VELOCITY=momentum is not None,
+                    NESTEROV=momentum is not None and momentum.ahead is not None,
+                    MEASURES=self.rule.measures,
+                    # A product and a sum must round twice, as they do everywhere else.
+                    enable_fp_fusion=momentum is None and rate == 1.0,
+                )
 
     def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
-        with device_of(self.buffer):
+        with torch.cuda.device_of(self.buffer):
             self._fit(request, self._floor(state), k)
             if request.rule != "largest":
                 self._count(-1, 0)
@@ -302,8 +288,7 @@ class DeviceBucket:
     def _not_finite(self) -> list[int]:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
-        parts = self._parts.items()
-        return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
+        return [offset for offset, tiles in self._tiles_of.items() if row[tiles.start : tiles.stop].any()]
 
 
 def _block_for(numel: int) -> int:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
 from horovod_sparse.kernels.gpu.message import scatter
 
 CHUNK = 1024
-
-
-def device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Make the tensor's device the current one: Triton launches on the current device."""
-    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)
-    return device
 
 
 def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor:
@@ -33,7 +25,8 @@ def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torc
         # A message that ends early would be read beyond its end.
         raise ValueError(f"messages must have {world} equal parts, got {len(messages)} rows")
     target = torch.zeros(numel, dtype=dtype, device=messages.device)
-    with device_of(target):
+    # Triton launches on the current device.
+    with torch.cuda.device_of(target):
         for message in messages.split(rows):
             scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
     return target
