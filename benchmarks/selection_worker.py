@@ -148,7 +148,9 @@ class Gradients:
         self._size = size
         self._room = max(size // 4, _ALIGNMENT)
         self._rng = np.random.default_rng(0)
-        self._entries = torch.from_numpy(DATA[data](self._rng, size + self._room))
+        # Not NumPy's memory, which may have larger pages than a framework's.
+        self._entries = zeros(size + self._room)
+        self._entries.numpy()[:] = DATA[data](self._rng, size + self._room)
 
     def next(self) -> Tensor:
         """Return a gradient."""

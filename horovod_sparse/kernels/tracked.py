@@ -93,7 +93,7 @@ class TrackedMemory(Cached):
 
     @property
     def above(self) -> Above | None:
-        """All entries above the cut. They hold until the next step begins.
+        """All entries above the cut, with indices of int32 in NumPy's array. They hold until the next step begins.
 
         None if some part has taken in nothing, if a sum left the range of the type, or if there was no room.
         """
@@ -103,7 +103,7 @@ class TrackedMemory(Cached):
             if self._parts != sorted(self._parts):
                 order = np.concatenate([np.arange(begin, end) for _, begin, end in sorted(self._parts)])
                 values, indices = values[order], indices[order]
-            self._above = Above(notes.cut, self._ops.array(indices.astype(np.int64)), self._ops.array(values))
+            self._above = Above(notes.cut, indices, self._ops.array(values))
         return self._above
 
     def _complete(self) -> bool:
@@ -133,12 +133,20 @@ class TrackedMemory(Cached):
         if surplus:
             # Among equals, those with the lowest indices are selected.
             chosen[np.flatnonzero(magnitudes == smallest)[-surplus:]] = False
-        return Selection(self._ops.array(np.asarray(above.indices)[chosen]), count, smallest)
+        return Selection(self._ops.array(above.indices[chosen].astype(np.int64)), count, smallest)
+
+    def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
+        if among is x:
+            return selection
+        assert self._above is not None
+        # Of all that were noted, few are selected: only their indices are widened.
+        indices = self._above.indices[np.asarray(selection.indices)].astype(np.int64)
+        return selection._replace(indices=self._ops.array(indices))
 
     def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
         above = self.above if x is self._x else None
         if above is not None:
-            sample = np.asarray(above.values)[(np.asarray(above.indices) - start) % stride == 0]
+            sample = np.asarray(above.values)[(above.indices - start) % stride == 0]
             if len(sample) >= count:
                 return _kth_largest(np.abs(sample), count)
         return self._ops.sampled_largest(x, start, stride, count)

@@ -13,7 +13,7 @@ class Above(NamedTuple):
 
     cut: float
     indices: Array
-    """int64, ascending."""
+    """Ascending."""
     values: Array
     """Copies of the entries."""
 
