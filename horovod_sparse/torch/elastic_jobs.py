@@ -47,7 +47,7 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return a worker's state, fitted to that of the first worker, before the first step of changed workers. Blocks.
 
     A worker keeps its residuals while others come and go. A new worker begins with zero, and with the first worker's
-    thresholds. The residuals of a worker that has left are lost.
+    thresholds and lengths of updates. The residuals of a worker that has left are lost.
 
     Args:
         state: what this worker has kept; None if it is new.
@@ -55,7 +55,7 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     kept = state or empty_state()
     shared = None
     if mpi_ops.rank() == 0:
-        shared = {part: kept[part] for part in ("adaptive", "learning_rates")}
+        shared = {part: kept[part] for part in ("adaptive", "learning_rates", "updates") if part in kept}
         shared |= {part: {name: list(array.shape) for name, array in kept[part].items()} for part in ARRAYS}
     first = gather_json(shared, "horovod_sparse.align", mpi_ops.global_process_set)[0]
     residuals, velocities = ({name: tuple(shape) for name, shape in first.pop(part).items()} for part in ARRAYS)

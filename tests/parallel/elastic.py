@@ -22,18 +22,20 @@ from .hosts import MOST, after, begin_step, goes_on
 
 
 class Trainings:
-    """Three trainings in step with each other."""
+    """Trainings in step with each other. Adam's exchanges updates."""
 
     def __init__(self) -> None:
         self.compressions: dict[str, Any] = {
             "sidco": SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None),
             "micro": MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None),
             "dgc": DGC(0.01, granularity=BUCKET_BYTES, warmup=None),
+            "adam": SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None),
         }
         self.models = {name: small_model() for name in self.compressions}
         self.optimizers = {
             name: hvd.DistributedOptimizer(
-                torch.optim.SGD(self.models[name].parameters(), lr=0.05), self.models[name].named_parameters(),
+                (torch.optim.Adam if name == "adam" else torch.optim.SGD)(self.models[name].parameters(), lr=0.05),
+                self.models[name].named_parameters(),
                 compression=compression,
             )
             for name, compression in self.compressions.items()
@@ -49,6 +51,10 @@ class Trainings:
             optimizer.zero_grad()
             loss_of(self.models[name], step).backward()
             optimizer.step()
+
+    def lengths(self) -> Tensor:
+        """By which all workers let their updates grow."""
+        return torch.tensor(self.compressions["adam"].state_dict()["updates"])
 
     def residuals(self) -> list[Tensor]:
         states = [compression.state_dict() for compression in self.compressions.values()]
@@ -71,6 +77,7 @@ def main(hosts: Path) -> None:
             trainings.train(state.step)
             for model in trainings.models.values():
                 assert_identical(model)
+            assert_identical([trainings.lengths()])
             state.step = after(state.step, hvd.size())
             committed[state.step] = digest(trainings.residuals())
             state.commit()
