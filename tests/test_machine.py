@@ -250,7 +250,7 @@ class Machine(RuleBasedStateMachine):
             for rank, (expected, bucket) in enumerate(zip(self.expected, buckets, strict=True)):
                 before, after = expected.residuals[slot.name].reshape(-1), bucket.buffer[inside]
                 indices = parts[rank if pairs else 0][0]
-                shares.append(before - after)
+                shares.append(share_of(before, after, indices, parts[0][1].dtype))
                 sent[rank][slot.offset + indices], befores[rank][inside] = True, before
                 left, rounded = np.abs(after[indices]), rest_of(np.abs(before[indices]), values)
                 assert before.dtype == "float64" or (left <= rounded).all(), "what is sent leaves the residual"
@@ -479,6 +479,16 @@ def rest_of(magnitudes: np.ndarray, values: Values) -> np.ndarray:
     """Return the most that rounding leaves of float32 magnitudes."""
     # A level is at most twice the smallest magnitude that it stands for.
     return np.zeros_like(magnitudes) if values == "float32" else magnitudes
+
+
+def share_of(before: Any, after: Any, indices: Any, dtype: Any) -> Any:
+    """What has left a residual. Of an entry beyond the message's range the most of it leaves, and float64 rounds the rest."""
+    share, most = before - after, float(np.finfo(dtype).max)
+    beyond = indices[np.abs(before[indices]) > most]
+    due = np.copysign(most, before[beyond])
+    assert (np.abs(share[beyond] - due) <= np.spacing(np.abs(before[beyond]))).all()
+    share[beyond] = due
+    return share
 
 
 def check_replicas(result: list[Reduced]) -> None:
