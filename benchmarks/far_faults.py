@@ -100,7 +100,7 @@ def main() -> None:
         rows.append(cells)
     told = ", ".join(f"{LAUNCHERS[launcher]} {one[1]:.0f} s" for launcher, one in without.items())
     print(f"2 hosts at {NETWORK}; without a fault: {told}\n")
-    print(markdown.table(["fault", *map(LAUNCHERS.__getitem__, args.launchers)], rows, words=3))
+    print(markdown.table(["fault", *map(LAUNCHERS.__getitem__, args.launchers)], rows, words=1 + len(args.launchers)))
 
 
 if __name__ == "__main__":
