@@ -60,22 +60,24 @@ def train(network: hosts.Network, fault: Fault | None, launcher: str) -> tuple[i
     with tempfile.TemporaryDirectory() as folder, hosts.cluster(2, network) as where:
         log = Path(folder, "log.jsonl")
         script = [sys.executable, str(ROOT / "examples" / "torch_charlm.py"), *TRAINING, "--log-file", str(log)]
-        watch = threading.Thread(target=_begin, args=(where, log, fault), daemon=True)
+        ended = threading.Event()
+        watch = threading.Thread(target=_begin, args=(where, log, fault, ended))
         watch.start()
         begun = time.monotonic()
         status = hosts.run(where, launcher, 1, ["timeout", str(LIMIT), *script])
         seconds = time.monotonic() - begun
-        watch.join(LIMIT)
-        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        end = lines[-1]
+        ended.set()
+        # The hosts are there until the fault is over.
+        watch.join()
+        end = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
         return status, end.get("seconds", seconds) if status == 0 else seconds, end.get("parameter_hash", "")
 
 
-def _begin(where: hosts.Cluster, log: Path, fault: Fault | None) -> None:
-    while fault is not None:
-        if log.exists() and '"epoch"' in log.read_text(encoding="utf-8"):
+def _begin(where: hosts.Cluster, log: Path, fault: Fault | None, ended: threading.Event) -> None:
+    """Let the fault happen after the first epoch, unless the job has ended before."""
+    while fault is not None and not ended.wait(0.1):
+        if log.exists() and '"epoch", ' in log.read_text(encoding="utf-8"):
             return fault(where, where.hosts[-1])
-        time.sleep(0.1)
 
 
 def main() -> None:
