@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import hosts
@@ -28,13 +31,14 @@ LIMIT = 400
 TRAINING = ["--width", "64", "--epochs", "6", "--epoch-steps", "20", "--compression", "sidco", "--ratio", "0.01"]
 LAUNCHERS = {"mpirun": "mpirun (MPI)", "horovodrun": "horovodrun (Gloo)"}
 
-Fault = Callable[[hosts.Cluster, str], None]
+Fault = Callable[[hosts.Cluster, str, threading.Event], None]
+"""What happens to a host; the event says that the job has ended."""
 
 
 def cut(seconds: float) -> Fault:
     """Take a host from the network for some seconds."""
 
-    def happen(where: hosts.Cluster, host: str) -> None:
+    def happen(where: hosts.Cluster, host: str, _: threading.Event) -> None:
         where.set_link(host, "down")
         time.sleep(seconds)
         where.set_link(host, "up")
@@ -42,15 +46,26 @@ def cut(seconds: float) -> Fault:
     return happen
 
 
-def slow(where: hosts.Cluster, host: str) -> None:
+def slow_link(where: hosts.Cluster, host: str, _: threading.Event) -> None:
     """From now on, a host sends at a tenth of the rate."""
     where.shape(host, "10mbit")
+
+
+def slow_host(where: hosts.Cluster, host: str, ended: threading.Event) -> None:
+    """From now on, a host's processes stand still for nine tenths of the time."""
+    while not ended.is_set():
+        for name, seconds in ((signal.SIGSTOP, 0.9), (signal.SIGCONT, 0.1)):
+            for process in where.processes(host):
+                with suppress(ProcessLookupError):
+                    os.kill(process, name)
+            time.sleep(seconds)
 
 
 FAULTS: dict[str, tuple[hosts.Network, Fault | None]] = {
     "none": (NETWORK, None),
     **{f"link cut for {seconds} s": (NETWORK, cut(seconds)) for seconds in (5, 30, 120)},
-    "one host at a tenth of the rate": (NETWORK, slow),
+    "one host sends at a tenth of the rate": (NETWORK, slow_link),
+    "one host computes at a tenth of the speed": (NETWORK, slow_host),
     "5 % of the frames are lost": (NETWORK._replace(loss=5.0), None),
 }
 
@@ -77,7 +92,7 @@ def _begin(where: hosts.Cluster, log: Path, fault: Fault | None, ended: threadin
     """Let the fault happen after the first epoch, unless the job has ended before."""
     while fault is not None and not ended.wait(0.1):
         if log.exists() and '"epoch", ' in log.read_text(encoding="utf-8"):
-            return fault(where, where.hosts[-1])
+            return fault(where, where.hosts[-1], ended)
 
 
 def main() -> None:

@@ -83,6 +83,10 @@ class Cluster(NamedTuple):
         """Set a host's network card "up" or "down"."""
         _run("ip", "-n", f"{self.prefix}-{host}", "link", "set", "eth0", state)
 
+    def processes(self, host: str) -> list[int]:
+        """Return what runs on a host."""
+        return _processes(f"{self.prefix}-{host}")
+
     def shape(self, host: str, rate: str) -> None:
         """Give a host's network card another rate for what it sends."""
         _shape(f"{self.prefix}-{host}", "eth0", rate)
@@ -164,11 +168,15 @@ def _shape(space: str, device: str, rate: str) -> None:
 
 def _remove(space: str) -> None:
     """End what still runs in a namespace, and delete it with its links."""
-    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
-    for pid in found.stdout.split():
+    for process in _processes(space):
         with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def _processes(space: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _run(*command: str) -> None:

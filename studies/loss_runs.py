@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,34 +142,42 @@ class Curve:
         return None
 
 
+def target(dense: Sequence[Curve]) -> float:
+    """The largest loss that these trainings have after a part of their steps."""
+    at = TARGET_PART * dense[0].steps[-1]
+    return max(float(np.interp(at, curve.steps, curve.losses)) for curve in dense)
+
+
 class Store:
     """The training runs of a task. Those that are not there are made when they are asked for.
 
     Args:
         folder: of all tasks.
         timeout: seconds after which a run is stopped.
+        rows: the ways to exchange gradients, by name.
     """
 
-    def __init__(self, folder: Path, task: str, timeout: float) -> None:
-        self.task = TASKS[task]
+    def __init__(self, folder: Path, task: Task, timeout: float, rows: Mapping[str, Row]) -> None:
+        self.task, self.rows = task, rows
         self._folder = runs.Folder(folder, WORKERS, timeout)
 
     def train(self, name: str, rate: float, seed: int) -> Curve:
         """The curve of one training run on local workers."""
-        return self._run(f"{name}-{rate:g}-{seed}", ROWS[name], rate, seed)
+        return self._run(f"{name}-{rate:g}-{seed}", self.rows[name], rate, seed)
 
     def tuned(self, name: str) -> tuple[float, dict[float, float]]:
         """The rate with the smallest loss at the end of the first seed's run, and the losses of all rates that were tried.
 
-        While the best rate is the smallest or the largest of those, the next one is tried, too.
+        While the best rate is the smallest or the largest of several, the next one is tried, too.
         """
         losses = {rate: self.train(name, rate, SEEDS[0]).last for rate in self.task.rates}
-        while True:
+        while len(losses) > 1:
             best = min(losses, key=losses.__getitem__)
             beyond = {min(losses): best / 2.0, max(losses): best * 2.0}.get(best)
             if beyond is None or len(losses) == MOST_RATES:
                 return best, dict(sorted(losses.items()))
             losses[beyond] = self.train(name, beyond, SEEDS[0]).last
+        return self.task.rates[0], losses
 
     def curves(self, name: str) -> list[Curve]:
         """One per seed, at the best rate."""
@@ -177,25 +185,23 @@ class Store:
         return [self.train(name, rate, seed) for seed in SEEDS]
 
     def target(self) -> float:
-        """The loss that all rows must reach. All seeds of dense fp32 do."""
-        curves = self.curves(DENSE)
-        at = TARGET_PART * curves[0].steps[-1]
-        return max(float(np.interp(at, curve.steps, curve.losses)) for curve in curves)
+        """The loss that all rows must reach. All seeds of the first row, which is dense, do."""
+        return target(self.curves(next(iter(self.rows))))
 
-    def whole(self, where: hosts.Cluster, network: str, name: str, rate: float, seed: int) -> Curve:
-        """A run of a row of the race on hosts, one worker on each."""
+    def on_hosts(self, where: hosts.Cluster, name: str, row: Row, rate: float, seed: int) -> Curve:
+        """A run on hosts, one worker on each; the name says which network joins them."""
 
-        def on_hosts(script: Path, options: list[str]) -> None:
+        def launch(script: Path, options: list[str]) -> None:
             os.environ.update(runs.demo.worker_environment())
             command = ["timeout", f"{self._folder.timeout:g}", sys.executable, str(script), *options]
             if hosts.run(where, "mpirun", 1, command):
                 raise SystemExit(f"{shlex.join(command)} failed on the hosts, or took too long")
 
-        return self._run(f"{network}-{name}-{seed}", RACE[name], rate, seed, on_hosts)
+        return self._run(f"{name}-{seed}", row, rate, seed, launch)
 
     def _run(self, name: str, row: Row, rate: float, seed: int, launch: runs.Launch | None = None) -> Curve:
         rest = ["--lr", f"{rate * row.rate_factor:g}", "--seed", str(seed)]
-        options = [*row.options.split(), *self.task.options.split(), *rest]
+        options = [*self.task.options.split(), *row.options.split(), *rest]
         script = around.EXAMPLES / f"{self.task.example}.py"
         if row.hook:
             script, options = Path(__file__).with_name("loss_ddp.py"), [self.task.example, row.hook, *options]

@@ -60,7 +60,7 @@ def race(args: argparse.Namespace, store: Store) -> None:
         # In turns, so that what else happens on the machine concerns all rows.
         for seed in SEEDS:
             for name, curves in runs.items():
-                curves.append(store.whole(where, str(network), name, rate, seed))
+                curves.append(store.on_hosts(where, f"{network}-{name}", RACE[name], rate, seed))
                 reached = curves[-1].reached(target, curves[-1].seconds)
                 print(f"{name}, seed {seed}: {reached} s", file=sys.stderr, flush=True)
     print(f"{machine.describe()}; two hosts at {network}, learning rate {rate:g}, target {target:.3f}\n")
@@ -134,7 +134,7 @@ def main() -> None:
             hosts.add_network(add)
             add("--picture", type=Path, help="PNG to draw")
     args = parser.parse_args()
-    args.action(args, Store(args.output, args.task, args.timeout))
+    args.action(args, Store(args.output, TASKS[args.task], args.timeout, ROWS))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,278 @@
+"""How long a training takes over networks that are far and lossy: time to a held-out loss, from raw data in this folder.
+
+    python studies/networks.py train
+    sudo .venv/bin/python studies/networks.py link
+    python studies/networks.py tables > tables.md
+    python studies/networks.py draw
+
+What is learned does not depend on the network. So `train` trains on two local workers to the end, with 3 seeds and the best
+of the learning rates. `link` lets the same rows make some of these steps between two hosts, network namespaces of this
+machine, and writes down when each was done. Nothing else may run meanwhile. Both add lines to the file of raw data, and leave
+out what is there. `tables` and `draw` read that file alone: a training reaches a loss after so many steps, and these take so
+long. Steps that were not made between the hosts take as long as those of the last measured epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import around
+import hosts
+import loss_runs
+import markdown
+from loss_runs import SEEDS, WORKERS, Curve, Row, Store, Task
+
+Raw = dict[str, Any]
+DATA = Path(__file__).with_suffix(".jsonl")
+PICTURE = around.ROOT / "docs" / "evidence" / "networks.png"
+NETWORKS = (
+    hosts.Network("10gbit", 0.1),
+    hosts.Network("1gbit", 1.0),
+    hosts.Network("100mbit", 20.0),
+    hosts.Network("100mbit", 50.0, 0.5),
+    hosts.Network("10mbit", 20.0),
+    hosts.Network("20mbit", 80.0, 1.0),
+)
+WHERE_GRAINS_COUNT = NETWORKS[2]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One model: its task, its rows, and the options of the steps between hosts for each row."""
+
+    task: Task
+    rows: dict[str, Row]
+    links: dict[str, str]
+    grains: tuple[str, ...] = ()
+    """What is added to the options of SIDCo(0.01) to exchange in other parts."""
+    networks: tuple[hosts.Network, ...] = NETWORKS
+    seeds: tuple[int, ...] = SEEDS
+
+
+DDP = {
+    "DDP fp32": Row("--compression none", hook="fp32"),
+    "DDP fp16": Row("--compression fp16", hook="fp16"),
+    "DDP PowerSGD rank 4": Row("--compression none", hook="PowerSGD 4"),
+}
+SIDCO = "SIDCo(0.01)"
+LOCAL = "LocalUpdates, TopK(0.03), packed, every 5"
+SUITES = {
+    "transformer": Suite(
+        Task(
+            "transformer, AdamW",
+            "torch_charlm",
+            "--width 192 --epochs 8 --epoch-steps 75 --optimizer adamw",
+            (0.0005, 0.001, 0.002),
+        ),
+        DDP
+        | {
+            "dense averaging, every 5": Row("--compression none --every 5 --keep 0 --outer-lr 1"),
+            "DiLoCo, every 15": Row("--compression none --every 15 --keep 0 --outer-lr 1 --outer-momentum 0.3"),
+            LOCAL: Row("--compression topk --ratio 0.03 --exchange packed --every 5"),
+            SIDCO: Row("--compression sidco --ratio 0.01"),
+        },
+        {
+            **dict.fromkeys(DDP, "--epochs 2 --epoch-steps 10"),
+            "dense averaging, every 5": "--epochs 2 --epoch-steps 10",
+            "DiLoCo, every 15": "--epochs 2 --epoch-steps 30",
+            LOCAL: "--epochs 4 --epoch-steps 50",
+            SIDCO: "--epochs 6 --epoch-steps 25",
+        },
+        ("--granularity layer",),
+    ),
+    "CNN": Suite(
+        replace(loss_runs.TASKS["digits"], title="CNN, SGD with momentum"),
+        DDP | {SIDCO: Row("--compression sidco --ratio 0.01")},
+        {**dict.fromkeys(DDP, "--epochs 2"), SIDCO: "--epochs 4"},
+    ),
+    "50 million": Suite(
+        Task(
+            "transformer of 50 million, AdamW, an exchange every 30 steps",
+            "torch_charlm",
+            "--width 768 --layers 7 --heads 12 --epochs 5 --epoch-steps 120 --optimizer adamw --every 30",
+            (0.0003,),
+        ),
+        {
+            "dense averaging": Row("--compression none --keep 0 --outer-lr 1"),
+            "TopK(0.0156), packed": Row("--compression topk --ratio 0.0156 --exchange packed"),
+            "TopK(0.0156), packed, no warm-up": Row(
+                "--compression topk --ratio 0.0156 --exchange packed --warmup none"
+            ),
+        },
+        {
+            "dense averaging": "--epochs 2 --epoch-steps 30",
+            "TopK(0.0156), packed, no warm-up": "--epochs 2 --epoch-steps 60",
+        },
+        networks=(NETWORKS[0], NETWORKS[4]),
+        seeds=SEEDS[:1],
+    ),
+}
+
+
+def known(**where: str) -> list[Raw]:
+    """The lines of raw data with these values."""
+    lines = DATA.read_text(encoding="utf-8").splitlines() if DATA.exists() else []
+    return [raw for raw in map(json.loads, lines) if all(raw.get(name) == value for name, value in where.items())]
+
+
+def keep(raw: Raw) -> None:
+    with DATA.open("a", encoding="utf-8") as file:
+        print(json.dumps(raw), file=file)
+    print(raw, file=sys.stderr, flush=True)
+
+
+def train(args: argparse.Namespace, name: str, suite: Suite) -> None:
+    """Train each row with each seed, with the best of its learning rates, which is found with the first seed."""
+    store = Store(args.output, suite.task, args.timeout, suite.rows)
+    for row in suite.rows:
+        if known(suite=name, row=row, kind="training"):
+            continue
+        rate, tried = store.tuned(row)
+        for seed in suite.seeds:
+            curve = store.train(row, rate, seed)
+            ends = {f"{one:g}": end for one, end in tried.items()}
+            told = {"seed": seed, "rate": rate, "tried": ends, "bytes": curve.bytes_per_step}
+            told |= {"steps": curve.steps, "losses": [round(one, 4) for one in curve.losses]}
+            keep({"kind": "training", "suite": name, "row": row, **told})
+
+
+def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
+    """Make some steps of each row between two hosts in each network."""
+    reason = hosts.missing()
+    if reason:
+        raise SystemExit(f"no hosts can be made here: {reason}")
+    for network in suite.networks:
+        rows = {row: (suite.rows[row].options, options) for row, options in suite.links.items()}
+        if network == WHERE_GRAINS_COUNT:
+            plain = (suite.rows[SIDCO].options, suite.links[SIDCO])
+            rows |= {grain: (f"{plain[0]} {grain}", plain[1]) for grain in suite.grains}
+        missing = [row for row in rows if not known(suite=name, row=row, kind="link", network=str(network))]
+        if not missing:
+            continue
+        with hosts.cluster(WORKERS, network) as where:
+            for row in missing:
+                options, some = rows[row]
+                made = Row(f"{options} {some}", hook=suite.rows[row].hook if row in suite.rows else "")
+                store = Store(args.output, suite.task, args.timeout, suite.rows)
+                curve = store.on_hosts(where, f"{network}-{row}", made, suite.task.rates[0], SEEDS[0])
+                seconds = [round(one, 3) for one in curve.seconds]
+                told = {"network": str(network), "steps": curve.steps, "seconds": seconds}
+                keep({"kind": "link", "suite": name, "row": row, **told})
+
+
+def per_step(raw: Raw) -> float:
+    """Seconds of a step in the last measured epoch."""
+    steps, seconds = raw["steps"], raw["seconds"]
+    return (seconds[-1] - seconds[-2]) / (steps[-1] - steps[-2])
+
+
+def after(raw: Raw, step: float) -> float:
+    """The seconds that the first steps of a training take in a network."""
+    steps, seconds = [0, *raw["steps"]], [0.0, *raw["seconds"]]
+    for number in range(1, len(steps)):
+        if step <= steps[number]:
+            part = (step - steps[number - 1]) / (steps[number] - steps[number - 1])
+            return seconds[number - 1] + part * (seconds[number] - seconds[number - 1])
+    return seconds[-1] + (step - steps[-1]) * per_step(raw)
+
+
+def curves(name: str, row: str) -> list[Curve]:
+    """The trainings of a row, one per seed; seconds are unknown."""
+    return [
+        Curve(raw["steps"], raw["losses"], [], raw["bytes"], diverged=False)
+        for raw in known(suite=name, row=row, kind="training")
+    ]
+
+
+def target(name: str) -> float:
+    """The held-out loss of the first row after a part of its steps, with the seed where it is largest."""
+    return loss_runs.target(curves(name, next(iter(SUITES[name].rows))))
+
+
+def times(name: str, row: str, network: str) -> list[float]:
+    """The seconds to the target, one for each seed; infinite where a training does not reach it."""
+    (raw,) = known(suite=name, row=row, kind="link", network=network)
+    reached = [curve.reached(target(name), curve.steps) for curve in curves(name, row)]
+    return [after(raw, step) if step else math.inf for step in reached]
+
+
+def written(seconds: float) -> str:
+    return f"{seconds:,.0f}" if math.isfinite(seconds) else "not reached"
+
+
+def tables(_: argparse.Namespace, name: str, suite: Suite) -> None:
+    """Print what was learned, the time to the target in each network, and the time of a step."""
+    networks, aim = [str(network) for network in suite.networks], f"{target(name):.3f}"
+    print(f"### {suite.task.title}\n")
+    print(f"Trained on 2 local workers, {suite.task.unit}:\n\n{learned(name, suite, aim)}\n")
+    reached = [[row, *(written(statistics.median(times(name, row, one))) for one in networks)] for row in suite.links]
+    print(f"Seconds to {aim}, median of the seeds:\n\n{markdown.table(['exchange', *networks], reached)}\n")
+    lasting = []
+    for row in [*suite.links, *suite.grains]:
+        title = f"{SIDCO}, `{row}`" if row in suite.grains else row
+        links = {raw["network"]: f"{1000 * per_step(raw):,.0f}" for raw in known(suite=name, row=row, kind="link")}
+        lasting.append([title, *(links.get(network, "") for network in networks)])
+    print(f"Milliseconds of a step after the warm-up:\n\n{markdown.table(['exchange', *networks], lasting)}\n")
+
+
+def learned(name: str, suite: Suite, aim: str) -> str:
+    """The table of the trainings on local workers."""
+    rows = []
+    for row in suite.rows:
+        first, made = known(suite=name, row=row, kind="training")[0], curves(name, row)
+        tried = ", ".join(f"{end:.3f} ({rate})" for rate, end in first["tried"].items())
+        steps = [curve.reached(target(name), curve.steps) or math.inf for curve in made]
+        sent = "not counted" if suite.rows[row].hook else f"{made[0].bytes_per_step:,.0f}"
+        ends = ", ".join(f"{curve.last:.3f}" for curve in made)
+        rows.append([row, f"{first['rate']:g}", tried, ends, ", ".join(map(written, steps)), sent])
+    header = ["exchange", "learning rate", "end with each rate, first seed", "end, each seed"]
+    return markdown.table([*header, f"steps to {aim}, each seed", "bytes sent per step and worker"], rows)
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Time to the target over the networks, one panel for each model."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["font.size"] = 11
+    figure = Figure(figsize=(7.5, 7.5), layout="constrained")
+    shown = [name for name in args.suites if SUITES[name].networks == NETWORKS]
+    for panel, name in zip(figure.subplots(len(shown)), shown, strict=True):
+        panel.set_prop_cycle(
+            color=["#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00"][
+                : len(SUITES[name].rows)
+            ]
+        )
+        labels = [str(network).replace(", ", "\n") for network in NETWORKS]
+        for row in SUITES[name].rows:
+            medians = [statistics.median(times(name, row, str(network))) for network in NETWORKS]
+            panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row)
+        panel.set_ylabel(f"seconds to {target(name):.2f}")
+        panel.set_title(SUITES[name].task.title, loc="left", fontsize=11)
+        panel.grid(color="#e5e5e5", linewidth=0.8)
+        panel.legend(frameon=False, fontsize=9)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("train", "link", "tables", "draw"))
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=[*SUITES])
+    parser.add_argument("--output", type=Path, default=Path("networks-output"), help="folder of the runs' logs")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
+    args = parser.parse_args()
+    if args.what == "draw":
+        return draw(args)
+    for name in args.suites:
+        {"train": train, "link": link, "tables": tables}[args.what](args, name, SUITES[name])
+
+
+if __name__ == "__main__":
+    main()
