@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -89,6 +90,7 @@ class DeviceBucket:
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
         self._tiles_each = triton.next_power_of_2(-(-self._tiles // groups))
         self._groups = -(-self._tiles // self._tiles_each)
+        self._lanes = triton.next_power_of_2(self._groups)
         self._shape = {"BLOCK": block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": chunk}
         self._widths = _WIDTHS[buffer.dtype]
 
@@ -141,39 +143,29 @@ class DeviceBucket:
         rate: float = 1.0,
     ) -> None:
         request, floor = self.rule.request(state, k), self._floor(state)
+        factor, ahead = momentum or (0.0, None)
+        numbers = request.cut, floor, factor, ahead or 0.0, rate
+        constants = {
+            "BLOCK": self._shape["BLOCK"],
+            "SLOTS": self._slots_each,
+            "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
+            "HAS_VELOCITY": momentum is not None,
+            "NESTEROV": ahead is not None,
+            "MEASURES": self.rule.measures,
+            # A product and a sum must round twice, as they do everywhere else.
+            "enable_fp_fusion": momentum is None and rate == 1.0,
+        }
         for slot, gradient in gradients:
             part, tiles = slice(slot.offset, slot.offset + slot.numel), self._tiles_of[slot.offset]
             x = self.buffer[part]
             moving = x if self._velocity is None else self._velocity[part]
             flat = x if gradient is None else gradient.contiguous()
             assert flat.numel() == x.numel()
+            place = slot.offset, slot.numel, tiles.start, self._tiles
+            results = self._partials, self._found, self._slots
             with torch.cuda.device_of(self.buffer):
-                accumulate[(len(tiles),)](
-                    x,
-                    flat,
-                    moving,
-                    slot.offset,
-                    slot.numel,
-                    tiles.start,
-                    self._tiles,
-                    request.cut,
-                    floor,
-                    0.0 if momentum is None else momentum.factor,
-                    0.0 if momentum is None else momentum.ahead or 0.0,
-                    rate,
-                    self._partials,
-                    self._found,
-                    self._slots,
-                    BLOCK=self._shape["BLOCK"],
-                    SLOTS=self._slots_each,
-                    CHUNK=min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
-                    HAS_GRADIENT=gradient is not None,
-                    HAS_VELOCITY=momentum is not None,
-                    NESTEROV=momentum is not None and momentum.ahead is not None,
-                    MEASURES=self.rule.measures,
-                    # A product and a sum must round twice, as they do everywhere else.
-                    enable_fp_fusion=momentum is None and rate == 1.0,
-                )
+                has = {"HAS_GRADIENT": gradient is not None}
+                accumulate[(len(tiles),)](x, flat, moving, *place, *numbers, *results, **has, **constants)
 
     def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         request = self.rule.request(state, k)
@@ -190,87 +182,34 @@ class DeviceBucket:
                 self._copied.record()
         return message
 
+    def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """Launch one of the kernels after `fit`: all of them begin with the entries and end with the words and the shape."""
+        kernel[(self._groups,)](*self._entries, *arguments, self._words, **constants, **self._shape)
+
     def _fit(self, request: Request, floor: float, k: int) -> None:
-        fit[(1,)](
-            self.buffer,
-            self._partials,
-            self._tiles,
-            k,
-            request.aim,
-            request.cut,
-            request.most_tail,
-            floor,
-            self._histograms,
-            self._numbers,
-            self._words,
-            HISTOGRAMS=len(self._widths) + 1,
-            RULE=request.rule,
-            CHUNK=MOST_BINS,
-            num_warps=8,
-        )
+        asked = k, request.aim, request.cut, request.most_tail, floor
+        results = self._histograms, self._numbers, self._words
+        constants = {"HISTOGRAMS": len(self._widths) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
+        fit[(1,)](self.buffer, self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
 
     def _count(self, last: int, width: int) -> None:
-        counts = (self._above, self._equal, self._histograms, self._words)
-        count[(self._groups,)](*self._entries, *counts, LAST=last, WIDTH=width, **self._shape)
+        self._launch(count, self._above, self._equal, self._histograms, LAST=last, WIDTH=width)
 
     def _search(self, request: Request, k: int, capacity: int) -> None:
-        shift, groups = sum(self._widths), triton.next_power_of_2(self._groups)
-        block = self._shape["BLOCK"]
-        digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": min(_STRIDE, block // RUN)}
-        shape = {"BLOCK": block, "TILES": self._tiles_each, "CHUNK": self._shape["CHUNK"]}
-        sample[(self._groups,)](
-            self.buffer,
-            self._starts,
-            self._tiles,
-            self._above,
-            self._groups,
-            k,
-            capacity,
-            *request.trust,
-            self._sampled,
-            self._numbers,
-            self._words,
-            FITS=self.rule.measures,
-            GROUPS=groups,
-            **digit,
-            **shape,
-        )
-        collect[(self._groups,)](
-            *self._entries,
-            k,
-            request.cut_exponent,
-            self._sampled,
-            self._numbers,
-            self._words,
-            **digit,
-            **self._shape,
-        )
+        shift, stride = sum(self._widths), min(_STRIDE, self._shape["BLOCK"] // RUN)
+        digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": stride}
+        counts, asked = (self._above, self._groups), (k, capacity, *request.trust)
+        results, constants = (self._sampled, self._numbers), {"FITS": self.rule.measures, "GROUPS": self._lanes}
+        self._launch(sample, *counts, *asked, *results, **constants, **digit)
+        self._launch(collect, k, request.cut_exponent, self._sampled, self._numbers, **digit)
         for number, width in enumerate(self._widths):
             shift -= width
-            histogram[(self._groups,)](
-                *self._entries,
-                self._histograms,
-                self._words,
-                ROUND=number,
-                SHIFT=shift,
-                WIDTH=width,
-                BEFORE=self._widths[number - 1],
-                **self._shape,
-            )
+            before = self._widths[number - 1]
+            self._launch(histogram, self._histograms, ROUND=number, SHIFT=shift, WIDTH=width, BEFORE=before)
 
     def _write(self, message: Tensor) -> None:
-        write[(self._groups,)](
-            *self._entries,
-            self._above,
-            self._equal,
-            self._groups,
-            len(message),
-            message,
-            self._numbers,
-            self._words,
-            GROUPS=triton.next_power_of_2(self._groups),
-            **self._shape,
-        )
+        counts = self._above, self._equal, self._groups
+        self._launch(write, *counts, len(message), message, self._numbers, GROUPS=self._lanes)
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
         if self._copied is not None:

@@ -119,19 +119,10 @@ def _read_round(histograms, words, ROUND: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _begin_search(
-    group_above,
-    group,
-    groups,
-    k,
-    capacity,
-    trust_least,
-    trust_most,
-    numbers,
-    words,
-    FITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    group_above, groups, k, capacity, trust_least, trust_most, numbers, words, FITS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Decide whether a search is needed. Return what candidates are collected by, and whether the next cut is wanted."""
+    group = tl.program_id(0)
     rank = tl.load(words + FIT_RANK)
     short = tl.load(words + FIT_SHORT) > 0
     limit = tl.load(words + FIT_LIMIT)
@@ -177,6 +168,8 @@ def _store_low(residual, counts, k, cut_exponent, stride, numbers, SHIFT: tl.con
 def sample(
     residual,
     starts,
+    found,
+    slots,
     tiles: tl.int64,
     group_above,
     groups: tl.int64,
@@ -192,6 +185,7 @@ def sample(
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -205,7 +199,7 @@ def sample(
     EACH: tl.constexpr = BLOCK // STRIDE
     group = tl.program_id(0)
     by, wants_low = _begin_search(
-        group_above, group, groups, k, capacity, trust_least, trust_most, numbers, words, FITS, GROUPS
+        group_above, groups, k, capacity, trust_least, trust_most, numbers, words, FITS, GROUPS
     )
     if (by == _BY_SAMPLE) | wants_low:
         bins = tl.zeros([BINS], tl.int32)
