@@ -122,19 +122,6 @@ class TrackedMemory(Cached):
             return narrow(self, x, threshold).measure(x, threshold, with_log=with_log)
         return super().measure(x, threshold, with_log=with_log)
 
-    def select_largest(self, x: Array, count: int) -> Selection:
-        above = self.above if x is self._x else None
-        if above is None or len(above.values) < count:
-            return self._ops.select_largest(x, count)
-        magnitudes = np.abs(np.asarray(above.values))
-        smallest = _kth_largest(magnitudes, count)
-        chosen = magnitudes >= smallest
-        surplus = int(np.count_nonzero(chosen)) - count
-        if surplus:
-            # Among equals, those with the lowest indices are selected.
-            chosen[np.flatnonzero(magnitudes == smallest)[-surplus:]] = False
-        return Selection(self._ops.array(above.indices[chosen].astype(np.int64)), count, smallest)
-
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         if among is x:
             return selection
@@ -148,10 +135,5 @@ class TrackedMemory(Cached):
         if above is not None:
             sample = np.asarray(above.values)[(above.indices - start) % stride == 0]
             if len(sample) >= count:
-                return _kth_largest(np.abs(sample), count)
+                return self._ops.kth_largest(self._ops.array(sample), count)
         return self._ops.sampled_largest(x, start, stride, count)
-
-
-def _kth_largest(magnitudes: NDArray[Any], count: int) -> float:
-    place = magnitudes.size - count
-    return float(np.partition(magnitudes, place)[place])

@@ -60,7 +60,8 @@ class Cached:
         return self._of(x, among, self._ops.select_above(among, threshold, capacity))
 
     def select_largest(self, x: Array, count: int) -> Selection:
-        among = self._above.values if x is self._x and self._above and len(self._above.values) >= count else x
+        above = self.above if x is self._x else None
+        among = above.values if above and len(above.values) >= count else x
         return self._of(x, among, self._ops.select_largest(among, count))
 
     def _exceeding(self, x: Array, threshold: float) -> Array:
