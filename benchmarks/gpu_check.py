@@ -373,7 +373,7 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
 
 
 def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
-    from horovod_sparse.kernels.gpu.messages import add_up
+    from horovod_sparse.kernels.gpu.message import add_up
 
     numel, k = gradient.numel(), max(1, int(ratio * gradient.numel()))
     residual, target = torch.zeros_like(gradient), torch.empty(0)

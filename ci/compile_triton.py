@@ -21,7 +21,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.kernels.gpu.messages import add_up
+from horovod_sparse.kernels.gpu.message import add_up
 from horovod_sparse.ops.protocol import Momentum
 
 COMPRESSORS = [

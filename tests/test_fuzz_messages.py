@@ -24,8 +24,7 @@ def test_triton_writes_within_bounds_whatever_the_indices_are(numel: int) -> Non
     pytest.importorskip("triton", reason="Triton is not installed")
     import torch
 
-    from horovod_sparse.kernels.gpu.message import scatter
-    from horovod_sparse.kernels.gpu.messages import add_up
+    from horovod_sparse.kernels.gpu.message import add_up, scatter
 
     recorded, random = record(CASES["pairs"]), Random(numel)
     memory = torch.full((numel + 2 * GUARD,), SENTINEL)

@@ -33,7 +33,7 @@ from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
-from horovod_sparse.kernels.gpu.messages import add_up
+from horovod_sparse.kernels.gpu.message import add_up
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps

@@ -14,7 +14,7 @@ from horovod_sparse.core.selector import Selector
 from horovod_sparse.kernels import gpu
 
 Adder = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
-"""`kernels.gpu.messages.add_up`."""
+"""`kernels.gpu.message.add_up`."""
 
 
 @cache
@@ -39,6 +39,6 @@ def adder_for(messages: Tensor) -> Adder | None:
     """Return what adds up messages on their device; None if PyTorch's operations do."""
     if not has_kernels(messages.device):
         return None
-    from horovod_sparse.kernels.gpu.messages import add_up
+    from horovod_sparse.kernels.gpu.message import add_up
 
     return add_up

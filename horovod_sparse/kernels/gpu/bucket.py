@@ -14,8 +14,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import write
-from horovod_sparse.kernels.gpu.messages import CHUNK
+from horovod_sparse.kernels.gpu.message import CHUNK, write
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -176,7 +175,8 @@ class DeviceBucket:
                 self._count(-1, 0)
             self._search(request, k, capacity)
             self._count(len(self._widths) - 1, self._widths[-1])
-            self._write(message)
+            counts = self._above, self._equal, self._groups
+            self._launch(write, *counts, capacity, message, self._numbers, GROUPS=self._lanes)
             self._host.copy_(self._numbers, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
@@ -206,10 +206,6 @@ class DeviceBucket:
             shift -= width
             before = self._widths[number - 1]
             self._launch(histogram, self._histograms, ROUND=number, SHIFT=shift, WIDTH=width, BEFORE=before)
-
-    def _write(self, message: Tensor) -> None:
-        counts = self._above, self._equal, self._groups
-        self._launch(write, *counts, len(message), message, self._numbers, GROUPS=self._lanes)
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
         if self._copied is not None:

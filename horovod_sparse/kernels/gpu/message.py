@@ -1,15 +1,18 @@
-"""The kernels that write a message of pairs, and add up what has arrived. Imports triton, and constants."""
+"""The kernels that write a message of pairs, and add up what has arrived. Imports torch and Triton."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.floats import LARGEST_FLOAT32, bits_of, clip, value_of
 from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
 from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
 
+CHUNK = 1024
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
 
@@ -28,18 +31,6 @@ def _as_sent(x):
     else:
         value = clip(x, LARGEST_FLOAT32).to(tl.float32)
         return value, x - value.to(tl.float64)
-
-
-@triton.jit
-def _pad(message, group, groups, sent, capacity, bad, CHUNK: tl.constexpr):
-    """Fill this program's share of the rows, where nothing is sent in them."""
-    rows = (capacity + groups - 1) // groups
-    for start in range(0, rows, CHUNK):
-        number = start + tl.arange(0, CHUNK)
-        row = group * rows + number
-        unused = (number < rows) & (row >= sent) & (row < capacity)
-        index = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
-        _store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
 
 
 @triton.jit(do_not_specialize=["tiles", "groups", "capacity"])
@@ -89,7 +80,15 @@ def write(
         above += these & 65535
         equal += these >> 16
 
-    _pad(message, group, groups, sent, capacity, tl.load(numbers + NOT_FINITE).to(tl.int32) > 0, CHUNK)
+    # This program's share of the rows is padded where nothing is sent in them.
+    bad = tl.load(numbers + NOT_FINITE).to(tl.int32) > 0
+    rows = (capacity + groups - 1) // groups
+    for start in range(0, rows, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        row = group * rows + number
+        unused = (number < rows) & (row >= sent) & (row < capacity)
+        index = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
+        _store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
     if group == 0:
         tl.store(numbers + SENT, sent.to(tl.float64))
         tl.store(numbers + LIMIT_VALUE, value_of(limit, residual))
@@ -106,3 +105,25 @@ def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int6
     used = (index >= 0) & (index < numel)
     before = tl.load(target + index, used, other=0.0)
     tl.store(target + index, before + value.to(before.dtype), used)
+
+
+def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of all ranks' messages of pairs, rank by rank, as a flat tensor. The host does not wait for the device.
+
+    Args:
+        messages: the messages one after the other. Indices that are negative, or not below `numel`, are left out.
+        world: the number of messages.
+        divisor: what values are divided by, as float32.
+        numel: the number of entries of the result.
+        dtype: float32 or float64, the type of the result.
+    """
+    rows, over = divmod(len(messages), world)
+    if over:
+        # A message that ends early would be read beyond its end.
+        raise ValueError(f"messages must have {world} equal parts, got {len(messages)} rows")
+    target = torch.zeros(numel, dtype=dtype, device=messages.device)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(target):
+        for message in messages.split(rows):
+            scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
+    return target

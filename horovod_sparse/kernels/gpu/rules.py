@@ -61,10 +61,12 @@ class Above(Rule):
         return Request("above")
 
     def floor(self, state: BucketState, guess: float) -> float:
-        return self.threshold * _unit(state)
+        assert isinstance(state, threshold.ThresholdState)
+        # As long as the rate is not known, all entries are candidates.
+        return self.threshold * (state.scale * state.rate)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        state.threshold = self.threshold * _unit(state)
+        state.threshold = self.floor(state, math.inf)
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,6 @@ class Fitted(Rule):
                 _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
             self.compressor.learn(state, k, aim, found)
         state.cut = following if stages > 1 else math.inf
-
-
-def _unit(state: BucketState) -> float:
-    assert isinstance(state, threshold.ThresholdState)
-    # As long as the rate is not known, all entries are candidates.
-    return state.scale * state.rate
 
 
 def rule_of(compressor: Compressor) -> Rule | None:

@@ -16,17 +16,12 @@ from horovod_sparse.kernels.gpu.threshold import FIT_LIMIT, FIT_RANK, FIT_SHORT,
 from horovod_sparse.kernels.gpu.tiles import COUNT, EXACT, FOUND, LOW, RUN, list_runs, run_peaks
 
 WORDS = 32
-# The final decisions, after those of `fit`: the bits of the limit, and how many of the entries that equal it are selected.
-LIMIT, MOST_EQUAL = map(tl.constexpr, range(4, 6))
-# What candidates are collected again by (0: they are not), and how many there are then.
-_COLLECTS_BY = tl.constexpr(6)
-_COLLECTED = tl.constexpr(7)
-_BY_LIMIT = tl.constexpr(1)
-_BY_SAMPLE = tl.constexpr(2)
-_WANTS_LOW = tl.constexpr(24)
-# What round r starts from: the digits found so far, and the rank among the entries that begin with them (0: no search).
-_RANK = tl.constexpr(8)
-_PREFIX = tl.constexpr(16)
+# The final decisions, after those of `fit`: the bits of the limit, and how many of the entries that equal it are selected. Then
+# what candidates are collected again by (0: they are not), and how many there are then.
+LIMIT, MOST_EQUAL, _COLLECTS_BY, _COLLECTED = map(tl.constexpr, range(4, 8))
+_BY_LIMIT, _BY_SAMPLE = map(tl.constexpr, range(1, 3))
+# What round r starts from: the rank among the entries that begin with the digits found so far (0: no search), and the digits.
+_RANK, _PREFIX, _WANTS_LOW = map(tl.constexpr, range(8, 32, 8))
 
 _RUN = tl.constexpr(RUN)
 _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
