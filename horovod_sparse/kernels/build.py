@@ -13,21 +13,13 @@ from cffi import FFI
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-
-
 # No contraction, so that every processor gives the same bits. No warning on passing vectors: it happens inside one file only.
 COMPILE = ["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"]
 LINK = ["-pthread", "-ldl"]
 
-
-def declarations() -> str:
-    """Return the declarations of kernels.h as cffi reads them."""
-    header = (HERE / "kernels.h").read_text(encoding="utf-8")
-    return header.split("/* begin */")[1].split("/* end */")[0]
-
-
+_header = (HERE / "kernels.h").read_text(encoding="utf-8")
 ffibuilder = FFI()
-ffibuilder.cdef(declarations())
+ffibuilder.cdef(_header.split("/* begin */")[1].split("/* end */")[0])
 ffibuilder.set_source(
     "horovod_sparse.kernels._native",
     '#include "kernels.h"',
@@ -40,6 +32,3 @@ ffibuilder.set_source(
     extra_link_args=LINK,
     optional=True,
 )
-
-if __name__ == "__main__":
-    ffibuilder.compile(tmpdir=str(ROOT), verbose=True)

@@ -15,8 +15,6 @@ from horovod_sparse.ops.protocol import Array, Moving, Ops, Part, Sums
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 """The types of arrays. The number of a float type is its code in kernels.h."""
 FLOAT32, FLOAT64, _, FLOAT16, INT32, INT64 = range(len(TYPES))
-
-
 Block = tuple[Any, int, int]
 """What kernels take for an array: its address, the number of its type, and the number of its elements."""
 

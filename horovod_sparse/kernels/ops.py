@@ -97,9 +97,9 @@ class KernelOps(HostOps):
         at = self.memory(gathered)
         if at is None:
             return super().union(gathered, world, header, numel)
-        length = _length(at, 1, world)
+        pointer, length = _messages(at, 1, world)
         merged = np.empty(world * (length - header), np.int64)
-        found = lib.hs_union(_messages(at), length, header, world, numel, _written(merged))
+        found = lib.hs_union(pointer, length, header, world, numel, _written(merged))
         return None if found < 0 else self.array(merged[:found])
 
     def take(self, x: Array, indices: Array) -> Array:
@@ -140,19 +140,18 @@ class KernelOps(HostOps):
         at, pairs = self._wide(x), self.memory(message)
         if at is None or pairs is None:
             return super().quantize(x, message)
-        capacity = _length(_of_type(INT32, "message", pairs), 2, 1)
+        _, capacity = _messages(pairs, 2, 1)
         packed = np.empty(packed_length(at.numel, capacity), np.int32)
-        pointer, _, _ = pairs.write()
-        lib.hs_quantize(*at.write(), pointer, capacity, _written(packed), packed.size)
+        lib.hs_quantize(*at.write(), pairs.write()[0], capacity, _written(packed), packed.size)
         return self.array(packed)
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
         at = self.memory(gathered)
         if at is None:
             return super().unquantize(gathered, world, numel)
-        length, chunks = _length(at, 1, world), chunks_of(numel)
+        (pointer, length), chunks = _messages(at, 1, world), chunks_of(numel)
         pairs = np.empty((world * packed_room(length, chunks), 2), np.int32)
-        lib.hs_unquantize(_messages(at), length, chunks, world, _written(pairs), len(pairs) // world)
+        lib.hs_unquantize(pointer, length, chunks, world, _written(pairs), len(pairs) // world)
         return self.array(pairs)
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
@@ -161,28 +160,29 @@ class KernelOps(HostOps):
             return super().rows_in_use(messages, world, numel)
         # Pairs have two dimensions, and an index in every second place.
         stride, used = messages.ndim, ffi.new("int64_t[]", world)
-        lib.hs_rows_in_use(_messages(at), stride, _length(at, stride, world), world, numel, used)
+        pointer, capacity = _messages(at, stride, world)
+        lib.hs_rows_in_use(pointer, stride, capacity, world, numel, used)
         return [None if rows == -1 else rows for rows in used]
 
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         at, world = self.memory(messages), len(used)
         if at is None:
             return super().assembler(messages, used, divisor)
-        capacity = _length(at, 2, world)
+        _, capacity = _messages(at, 2, world)
         if not all(0 <= rows <= capacity for rows in used):
             raise ValueError(f"used must be within [0, {capacity}], got {used}")
 
         def assemble(targets: Sequence[Part]) -> None:
-            # Made here, so that the messages live as long as this function.
-            pointer, of_these = _of_type(INT32, "messages", at).pointer(), []
+            of_these = []
             for first, part in targets:
-                place = self.memory(part)
-                if place is None or place.type > FLOAT64:
+                place = self._wide(part)
+                if place is None:
                     raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
                 _, number, numel = place.write()
                 of_these.append((place.address, number, first, numel))
             parts = ffi.new("hs_part[]", of_these)
-            if not lib.hs_assemble(parts, len(parts), pointer, capacity, world, used, divisor):
+            # The address is asked for here, so that the messages live as long as this function.
+            if not lib.hs_assemble(parts, len(parts), at.pointer(), capacity, world, used, divisor):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
 
         return assemble
@@ -194,16 +194,11 @@ def _of_type(number: int, name: str, at: Memory | None) -> Memory:
     return at
 
 
-def _messages(at: Memory) -> Any:
-    """Return the address of messages."""
-    return _of_type(INT32, "messages", at).pointer()
-
-
-def _length(at: Memory, stride: int, world: int) -> int:
-    """Return how many rows each of `world` messages has, which hold `stride` numbers each."""
+def _messages(at: Memory, stride: int, world: int) -> tuple[Any, int]:
+    """Return the address of `world` messages, and how many rows each has, which hold `stride` numbers each."""
     if not world or at.numel % (stride * world):
         raise ValueError(f"messages must be {world} of the same length, got {at.numel // stride} rows")
-    return at.numel // (stride * world)
+    return _of_type(INT32, "messages", at).pointer(), at.numel // (stride * world)
 
 
 def _written(array: NDArray[Any]) -> Any:

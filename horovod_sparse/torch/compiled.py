@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels.memory import TYPES, Memory
+from horovod_sparse.kernels.memory import Memory, type_of
 from horovod_sparse.kernels.ops import KernelOps
 from horovod_sparse.torch.ops import TorchOps
 
@@ -22,9 +22,6 @@ def tensor_ops() -> TorchOps:
     return CompiledTorchOps()
 
 
-_NUMBERS = {getattr(torch, name): number for number, name in enumerate(TYPES)}
-
-
 class CompiledTorchOps(KernelOps, TorchOps):
     """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`. Selects the same entries as `TorchOps`."""
 
@@ -32,7 +29,7 @@ class CompiledTorchOps(KernelOps, TorchOps):
         return torch.get_num_threads()
 
     def memory(self, array: Tensor) -> Memory | None:
-        number = _NUMBERS.get(array.dtype)
+        number = type_of(array.dtype)
         if number is None or not array.is_cpu:
             return None
         writable = array.is_contiguous()
