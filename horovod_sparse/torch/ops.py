@@ -290,7 +290,9 @@ class TorchOps(Ops):
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         message = torch.full((len(header) + capacity,), wire.PADDING, dtype=torch.int32, device=indices.device)
-        message[: len(header)] = message.new_tensor(header)
+        # A tensor of them would be copied to a device, and the host would wait for that.
+        for place, number in enumerate(header):
+            message[place] = number
         message[len(header) : len(header) + indices.numel()] = indices
         return message
 
