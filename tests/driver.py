@@ -9,7 +9,7 @@ import numpy as np
 from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Layout, Parameter, Slot, layouts_of
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange import protocols
@@ -24,38 +24,33 @@ def make_pipeline(
     *,
     world: int = 1,
     position: int = 0,
-    layouts: Sequence[Layout] | None = None,
     dtype: str = "float32",
     averages: bool = True,
     groups: Sequence[str] = (),
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
-    where: dict[str, Any] = {
-        "world": world,
-        "position": position,
-        "rank": position,
-        "averages": averages,
-        "groups": groups,
-    }
-    pipeline = backend.pipeline(backend.ops, compressor, **where)
+    where: dict[str, Any] = {"world": world, "position": position, "rank": position}
+    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, groups=groups, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
-    pipeline.add_buckets(layouts or layouts_of(parameters, compressor), lambda name: like)
+    pipeline.add_buckets(layouts_of(parameters, compressor), lambda name: like)
     return pipeline
+
+
+def make_pipelines(
+    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int | str, **settings: Any
+) -> list[Pipeline]:
+    """Of so many workers, or of one on each of these hosts."""
+    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
+    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
+    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(world)]
 
 
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     """What every rank gets of one collective; the ranks must have asked for the same."""
     messages = [backend.numpy(request.message) for request in requests]
-    assert (
-        len(
-            {
-                (request.kind, request.to is None, m.shape, m.dtype)
-                for request, m in zip(requests, messages, strict=True)
-            }
-        )
-        == 1
-    )
+    asked_for = [(one.kind, one.to is None, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
+    assert len(set(asked_for)) == 1
     for number, one in enumerate(requests):
         assert one.of is None or one.of == [(other.to or ())[number] for other in requests]
     asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
@@ -96,6 +91,31 @@ def exchange(
             for pipeline, bucket, answer, result in zip(pipelines, buckets, answers, results, strict=True)
         ]
         assert len({one is None for one in following}) == 1
+    return results
+
+
+def exchange_all(backend: Backend, pipelines: Sequence[Pipeline], divisor: float = 1.0) -> list[Reduced]:
+    """All ranks' exchanges of all buckets, one after the other; every rank's result. The step is not ended."""
+    results: list[Reduced] = [{} for _ in pipelines]
+    for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+        for result, of_bucket in zip(results, exchange(backend, pipelines, buckets, divisor), strict=True):
+            result |= of_bucket
+    return results
+
+
+def take_step(
+    backend: Backend,
+    pipelines: Sequence[Pipeline],
+    gradients: Sequence[Mapping[str, np.ndarray | None]],
+    rate: float | None = None,
+) -> list[Reduced]:
+    """One step of all workers, each with its own gradients; every rank's result."""
+    for pipeline, given in zip(pipelines, gradients, strict=True):
+        for name, gradient in given.items():
+            pipeline.arrive(name, None if gradient is None else backend.array(gradient), rate)
+    results = exchange_all(backend, pipelines)
+    for pipeline in pipelines:
+        pipeline.end_step()
     return results
 
 

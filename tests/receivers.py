@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from driver import collective, exchange, make_pipeline
+from driver import collective, make_pipelines, take_step
 from table import ORACLE, Backend
 
 from horovod_sparse import compressors
@@ -79,20 +79,16 @@ def record(compressor: Compressor) -> Recorded:
     compressor.min_numel, compressor.granularity = 0, "model"
     dtype = compressor.residual_dtype_of(np.zeros(0, np.float32))
     groups = compressor.exchange.hosts(WORLD, lambda host: GROUPS)
-    pipelines = [
-        make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype, groups=groups)
-        for position in range(WORLD)
-    ]
+    pipelines = make_pipelines(ORACLE, compressor, shapes, WORLD, dtype=dtype, groups=groups)
     buckets = [pipeline.buckets[0] for pipeline in pipelines]
-    for step in range(2):
-        for pipeline in pipelines:
-            pipeline.start_step()
-            for name, shape in shapes.items():
-                pipeline.arrive(name, rng.laplace(size=shape).astype(dtype))
-        if step == 0:
-            exchange(ORACLE, pipelines, buckets)
-            for pipeline in pipelines:
-                pipeline.end_step()
+    first, second = (
+        [{name: rng.laplace(size=shape).astype(dtype) for name, shape in shapes.items()} for _ in pipelines]
+        for _ in range(2)
+    )
+    take_step(ORACLE, pipelines, first)
+    for pipeline, given in zip(pipelines, second, strict=True):
+        for name, gradient in given.items():
+            pipeline.arrive(name, gradient)
     buffers = [bucket.buffer.copy() for bucket in buckets]
     selected = [bucket.select().indices for bucket in buckets]
     bounds = [*buckets[0].state.bounds]

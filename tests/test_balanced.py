@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, dense_sum, exchange, make_pipeline
+from driver import collective, dense_sum, make_pipelines, take_step
 from hypothesis import given
 from hypothesis import strategies as st
 from table import BACKENDS, ORACLE, WITH_OPERATIONS, Backend
@@ -30,17 +31,17 @@ loads = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 
 
 def pipelines_of(backend: Backend, workers: int | str, compressor: Any, **settings: Any) -> list[Pipeline]:
-    """Of so many workers, or of one on each of these hosts."""
-    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
-    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
-    return [make_pipeline(backend, compressor, SHAPES, position=position, **where) for position in range(world)]
+    return make_pipelines(backend, compressor, SHAPES, workers, **settings)
+
+
+def of_parameters(gradient: np.ndarray) -> dict[str, np.ndarray]:
+    return {"b": gradient[35:].copy(), "a": gradient[:35].reshape(7, 5).copy()}
 
 
 def arrive(backend: Backend, pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> None:
     for pipeline, gradient in zip(pipelines, gradients, strict=True):
-        pipeline.start_step()
-        pipeline.arrive("b", backend.array(gradient[35:].copy()))
-        pipeline.arrive("a", backend.array(gradient[:35].reshape(7, 5).copy()))
+        for name, part in of_parameters(gradient).items():
+            pipeline.arrive(name, backend.array(part))
 
 
 def flat(backend: Backend, pipeline: Pipeline) -> np.ndarray:
@@ -50,10 +51,7 @@ def flat(backend: Backend, pipeline: Pipeline) -> np.ndarray:
 
 def step(backend: Backend, pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> list[np.ndarray] | None:
     """One step of all ranks; every rank's reduced gradient, not divided, in the order of the bucket."""
-    arrive(backend, pipelines, gradients)
-    results = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-    for pipeline in pipelines:
-        pipeline.end_step()
+    results = take_step(backend, pipelines, list(map(of_parameters, gradients)))
     if results[0]["a"] is None:
         return None
     return [np.concatenate([dense_sum(one["b"], 62), dense_sum(one["a"], 35)]) for one in results]
@@ -97,6 +95,23 @@ def reference(residuals: Sequence[np.ndarray], k: int, bounds: Sequence[int]) ->
     return reduced, kept
 
 
+def check_step(
+    backend: Backend,
+    pipelines: Sequence[Pipeline],
+    rng: np.random.Generator,
+    expected: Callable[[list[np.ndarray]], tuple[np.ndarray, list[np.ndarray]]],
+) -> None:
+    """A step must do what `expected` says of the residuals before the selection: what is reduced, and what each keeps."""
+    gradients = dyadic(rng, len(pipelines))
+    before = [flat(backend, one) + in_order(gradient) for one, gradient in zip(pipelines, gradients, strict=True)]
+    reduced, kept = expected(before)
+    results = step(backend, pipelines, gradients)
+    assert results is not None
+    for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
+        np.testing.assert_array_equal(result, reduced)
+        np.testing.assert_array_equal(flat(backend, pipeline), mine)
+
+
 @given(world=worlds, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: int, ratio: float) -> None:
@@ -104,17 +119,7 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: in
     rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
     bounds = regions.uniform(NUMEL, world)
     for _ in range(4):
-        gradients = dyadic(rng, world)
-        before = [
-            flat(backend, pipeline) + in_order(gradient)
-            for pipeline, gradient in zip(pipelines, gradients, strict=True)
-        ]
-        reduced, kept = reference(before, k, bounds)
-        results = step(backend, pipelines, gradients)
-        assert results is not None
-        for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
-            np.testing.assert_array_equal(result, reduced)
-            np.testing.assert_array_equal(flat(backend, pipeline), mine)
+        check_step(backend, pipelines, rng, partial(reference, k=k, bounds=bounds))
         bounds = pipelines[0].buckets[0].state.bounds
         assert all(pipeline.buckets[0].state.bounds == bounds for pipeline in pipelines)
 
@@ -319,20 +324,13 @@ def test_a_value_that_is_not_a_number_is_not_kept() -> None:
 def test_messages_stay_full_although_owners_keep_what_is_large() -> None:
     """What an owner keeps is large, but in its own region, from which it selects nothing for the others."""
     world, rng = 8, np.random.default_rng(0)
-    shapes = {"a": (20_000,)}
-    pipelines = [
-        make_pipeline(ORACLE, compressors.TopK(0.004, warmup=None, **SETTINGS), shapes, world=world, position=p)
-        for p in range(world)
-    ]
+    pipelines = make_pipelines(
+        ORACLE, compressors.TopK(0.004, warmup=None, **SETTINGS), {"a": (20_000,)}, workers=world
+    )
     sent = []
     for _ in range(40):
-        for pipeline in pipelines:
-            pipeline.start_step()
-            pipeline.arrive("a", rng.laplace(size=20_000).astype(np.float32))
-        exchange(ORACLE, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        for pipeline in pipelines:
-            pipeline.end_step()
-            sent.append(pipeline.buckets[0].tally.last.sent)
+        take_step(ORACLE, pipelines, [{"a": rng.laplace(size=20_000).astype(np.float32)} for _ in pipelines])
+        sent += [pipeline.buckets[0].tally.last.sent for pipeline in pipelines]
     # Of k = 80 entries per step, 70 have room for 15 in each region of the others, which get 10 on average.
     assert np.mean(sent[-10 * world :]) >= 0.95 * 80
 

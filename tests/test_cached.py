@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline, send
+from driver import exchange, make_pipeline, send, take_step
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -163,11 +163,7 @@ def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> N
     pipeline = make_pipeline(backend, SIDCo(0.01, warmup=None, **settings), {"a": (5000,), "b": (5000,)})
 
     def step(a: np.ndarray | None, b: np.ndarray) -> int:
-        assert pipeline.arrive("a", None if a is None else backend.array(a)) is None
-        bucket = pipeline.arrive("b", backend.array(b))
-        assert bucket is not None
-        parts = exchange(backend, [pipeline], [bucket])[0]
-        pipeline.end_step()
+        (parts,) = take_step(backend, [pipeline], [{"a": a, "b": b}])
         return sum(int(np.count_nonzero(values == 0)) for of_name in parts.values() for _, values in of_name or [])
 
     def gradient() -> np.ndarray:

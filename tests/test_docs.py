@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pages
 import pytest
-from driver import dense_sum, exchange, make_pipeline
+from driver import dense_sum, make_pipelines, take_step
 from process import ROOT, python
 from table import ORACLE
 
@@ -66,13 +66,12 @@ def test_the_exchange_of_the_page_loses_nothing() -> None:
     names: dict[str, Any] = {"np": np, "SparseAllreduce": SparseAllreduce}
     exec(code, names)
     compressor = names["TopK"](0.1, min_numel=0, exchange=names["OfOne"](), not_finite="propagate", warmup=None)
-    pipelines = [make_pipeline(ORACLE, compressor, {"p": (50,)}, world=3, position=rank) for rank in range(3)]
+    pipelines = make_pipelines(ORACLE, compressor, {"p": (50,)}, workers=3)
     rng, total = np.random.default_rng(0), np.zeros(50)
     for step in range(6):
         gradients = rng.integers(-99, 99, (3, 50)).astype(np.float32)
         gradients[1, 7] = np.nan if step == 4 else 0
-        buckets: list[Any] = [one.arrive("p", gradient) for one, gradient in zip(pipelines, gradients, strict=True)]
-        results = [result["p"] for result in exchange(ORACLE, pipelines, buckets)]
+        results = [result["p"] for result in take_step(ORACLE, pipelines, [{"p": one} for one in gradients])]
         total += np.nan_to_num(gradients).sum(axis=0)
         assert [parts is None for parts in results] == [step == 4] * 3
         if step != 4:
@@ -80,8 +79,6 @@ def test_the_exchange_of_the_page_loses_nothing() -> None:
             assert all(one.tobytes() == reduced[0].tobytes() for one in reduced)
             assert np.count_nonzero(reduced[0]) == 5
             total -= reduced[0]
-        for pipeline in pipelines:
-            pipeline.end_step()
         np.testing.assert_array_equal(sum(one.residuals.view("p") for one in pipelines), total)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from driver import collective
 from hypothesis import given
 from hypothesis import strategies as st
 from table import ORACLE, WITH_OPERATIONS, Backend
-from test_balanced import NUMEL, arrive, dyadic, flat, in_order, largest, pipelines_of, step
+from test_balanced import NUMEL, arrive, check_step, dyadic, flat, in_order, largest, pipelines_of, step
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -62,14 +63,7 @@ def test_every_step_is_as_in_dense_arrays(
     pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, warmup=None, **settings))
     rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
     for _ in range(3):
-        gradients = dyadic(rng, len(groups))
-        before = [flat(backend, one) + in_order(g) for one, g in zip(pipelines, gradients, strict=True)]
-        reduced, kept = reference(before, k, groups, between)
-        results = step(backend, pipelines, gradients)
-        assert results is not None
-        for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
-            np.testing.assert_array_equal(result, reduced)
-            np.testing.assert_array_equal(flat(backend, pipeline), mine)
+        check_step(backend, pipelines, rng, partial(reference, k=k, groups=groups, between=between))
 
 
 def test_a_sum_of_a_host_that_overflows_fails_the_step() -> None:
@@ -115,27 +109,6 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
     assert pipelines[0].stats().last.total.bytes_sent == 4 * (2 + 7) + 4, (
         "one chunk, and 14 bits for each of 16 entries"
     )
-
-
-def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
-    """Nobody may raise before the last collective: the others of its host would wait."""
-    made = [compressors.TopK(ratio, warmup=None, **SETTINGS) for ratio in (0.1, 0.1, 0.3, 0.3)]
-    pipelines = [pipelines_of(ORACLE, "aabb", compressor)[rank] for rank, compressor in enumerate(made)]
-    arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
-    buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(ORACLE, [bucket.begin() for bucket in buckets])
-    shards = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-    for first in (0, 1):
-        peers = [shards[first], shards[first + 2]]
-        received = np.concatenate([np.split(one.message, 2)[0] for one in peers])
-        shards[first], shards[first + 2] = (buckets[rank].advance(received) for rank in (first, first + 2))
-    for first in (0, 2):
-        received = np.concatenate([np.split(one.message, 2)[0] for one in shards[first : first + 2]])
-        shards[first : first + 2] = [bucket.advance(received) for bucket in buckets[first : first + 2]]
-    answers = collective(ORACLE, shards)
-    for bucket, answer in zip(buckets, answers, strict=True):
-        with pytest.raises(RuntimeError, match="the ranks disagree on the state"):
-            bucket.advance(answer)
 
 
 def index_of(number: int) -> Any:

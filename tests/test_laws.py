@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import Sent, exchange, make_pipeline, send
+from driver import Sent, exchange_all, make_pipeline, make_pipelines, send, take_step
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -144,7 +144,7 @@ def test_not_finite_gradients_never_reach_the_residual(backend: Backend, row: Ro
         before = backend.numpy(bucket.buffer).copy()
         if not row.momentum:
             np.testing.assert_array_equal(before, kept + np.where(np.isfinite(poisoned), gradient, 0))
-        assert exchange(backend, [pipeline], [bucket])[0]["p"] is None
+        assert exchange_all(backend, [pipeline])[0]["p"] is None
         if not_finite == "raise":
             with pytest.raises(FloatingPointError, match=r"rank 0: .*parameter 'p' holds NaN or infinity"):
                 pipeline.end_step()
@@ -159,13 +159,10 @@ def test_not_finite_gradients_never_reach_the_residual(backend: Backend, row: Ro
 @pytest.mark.parametrize("warmup", [None, 1.0])
 def test_without_residual_a_step_that_failed_leaves_nothing(backend: Backend, row: Row, warmup: float | None) -> None:
     compressor = row.make(0.1, not_finite="propagate", warmup=warmup, residual=False)
-    pipelines = [make_pipeline(backend, compressor, {"p": (400,)}, world=2, position=rank) for rank in range(2)]
+    pipelines = make_pipelines(backend, compressor, {"p": (400,)}, workers=2)
     gradient = gradients("laplace", 400, np.random.default_rng(0))
-    for rank, pipeline in enumerate(pipelines):
-        pipeline.arrive("p", backend.array(gradient * np.float32(np.nan if rank == 0 else 1.0)))
-    exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+    take_step(backend, pipelines, [{"p": gradient * np.float32(np.nan)}, {"p": gradient}])
     for pipeline in pipelines:
-        pipeline.end_step()
         assert not backend.numpy(pipeline.buckets[0].buffer).any()
 
 
@@ -191,9 +188,8 @@ def test_the_callers_gradient_is_untouched(backend: Backend, row: Row, dtype: ty
     copy_of_it = backend.numpy(gradient).copy()
     compressor = row.make(0.1)
     pipeline = make_pipeline(backend, compressor, {"p": (30, 20)})
-    bucket = pipeline.arrive("p", gradient)
-    assert bucket is not None
-    exchange(backend, [pipeline], [bucket])
+    assert pipeline.arrive("p", gradient) is not None
+    exchange_all(backend, [pipeline])
     np.testing.assert_array_equal(backend.numpy(gradient), copy_of_it, strict=True)
 
 

@@ -43,7 +43,7 @@ from worlds import Expected, World, within_range
 
 from horovod_sparse import kernels
 from horovod_sparse.core.statistics import Counts
-from horovod_sparse.exchange.pairs import Pairs, Values
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.kernels.pool import BufferPool
@@ -252,7 +252,9 @@ class Machine(RuleBasedStateMachine):
                 indices = parts[rank if pairs else 0][0]
                 shares.append(share_of(before, after, indices, parts[0][1].dtype))
                 sent[rank][slot.offset + indices], befores[rank][inside] = True, before
-                left, rounded = np.abs(after[indices]), rest_of(np.abs(before[indices]), values)
+                # A level of packed values is at most twice the smallest magnitude that it stands for.
+                rounded = np.abs(before[indices]) if values == "packed" else 0.0
+                left = np.abs(after[indices])
                 assert before.dtype == "float64" or (left <= rounded).all(), "what is sent leaves the residual"
                 masks = compressor.momentum_correction is not None and compressor.momentum_correction.masking
                 if masks and self.steps >= compressor.first_sparse_step(world.world):
@@ -473,12 +475,6 @@ class Machine(RuleBasedStateMachine):
                 counts = [step[rank][number] for step in self.history]
                 assert bucket.tally.last == (counts[-1] if counts else Counts())
                 assert stats.mean.buckets[number].count == sum(one.sent for one in counts) / max(len(counts), 1)
-
-
-def rest_of(magnitudes: np.ndarray, values: Values) -> np.ndarray:
-    """Return the most that rounding leaves of float32 magnitudes."""
-    # A level is at most twice the smallest magnitude that it stands for.
-    return np.zeros_like(magnitudes) if values == "float32" else magnitudes
 
 
 def share_of(before: Any, after: Any, indices: Any, dtype: Any) -> Any:

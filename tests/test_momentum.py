@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline, send
+from driver import exchange_all, make_pipeline, send, take_step
 from table import BACKENDS, Backend, gradients
 
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
@@ -79,11 +79,10 @@ def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> No
         ((0.8, 0.8), 1.6),
     ):
         for name, rate in zip(("p", "q"), rates, strict=True):
-            bucket = pipeline.arrive(name, backend.array(gradients("laplace", 50, rng)), rate)
-        assert bucket is not None
-        exchange(backend, [pipeline], [bucket])
+            pipeline.arrive(name, backend.array(gradients("laplace", 50, rng)), rate)
+        exchange_all(backend, [pipeline])
         pipeline.end_step()
-        assert bucket.state.threshold == pytest.approx(expected)
+        assert pipeline.buckets[0].state.threshold == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,6 @@ def test_a_gradient_is_rounded_alike_at_rate_zero_and_at_any_other() -> None:
     for rate in (0.5, 0.0):
         pipeline = make_pipeline(backend, TopK(0.1, **settings), {"p": (300,)})
         for gradient, learning_rate in zip(given, (0.5, rate), strict=True):
-            pipeline.arrive("p", gradient, learning_rate)
-            exchange(backend, [pipeline], [pipeline.buckets[0]])
-            pipeline.end_step()
+            take_step(backend, [pipeline], [{"p": gradient}], learning_rate)
         velocities.append(pipeline.state_dict()["velocities"]["p"])
     np.testing.assert_array_equal(*velocities)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import exchange, make_pipeline, send
+from driver import make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.base import BUCKET_BYTES
@@ -33,11 +33,8 @@ def pipeline_of(backend: Backend, compressor: Any) -> Pipeline:
 
 def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    for name, shape in SHAPES.items():
-        bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
-        if bucket is not None:
-            exchange(backend, [pipeline], [bucket])
-    pipeline.end_step()
+    given = {name: gradients("laplace", math.prod(shape), rng).reshape(shape) for name, shape in SHAPES.items()}
+    take_step(backend, [pipeline], [given])
 
 
 def _changed(state: Any, part: str, **changed: Any) -> Any:
@@ -268,12 +265,9 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
 @on_every_backend
 def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> None:
     pipeline = make_pipeline(backend, TopK(0.1, granularity="layer", warmup=None), {"p": (300,), "q": (300,)})
-    bad = backend.array(np.full(300, np.nan, np.float32))
-    for bucket in [pipeline.arrive(name, bad) for name in ("p", "q")]:
-        assert bucket is not None
-        exchange(backend, [pipeline], [bucket])
-    with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN"):
-        pipeline.end_step()
+    # The bucket of the last parameter is exchanged first.
+    with pytest.raises(FloatingPointError, match="the gradient of parameter 'q' holds NaN"):
+        take_step(backend, [pipeline], [dict.fromkeys("pq", np.full(300, np.nan, np.float32))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -325,19 +319,12 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
 @on_every_backend
 def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
     """Workers that have been in sparse steps begin a dense one if more join them: each has a state of its own."""
-    pipelines = [
-        make_pipeline(backend, SIDCo(0.1, warmup=2.0), {"p": (1000,)}, world=3, position=rank) for rank in range(3)
-    ]
-    for rank, pipeline in enumerate(pipelines):
-        pipeline.buckets[0].state.cut = 1.0 + rank
-        pipeline.arrive("p", backend.array(np.full(1000, rank, np.float32)))
-    buckets = [pipeline.buckets[0] for pipeline in pipelines]
+    pipelines = make_pipelines(backend, SIDCo(0.1, warmup=2.0), {"p": (1000,)}, workers=3)
+    given, buckets = 3 * [{"p": np.ones(1000, np.float32)}], [pipeline.buckets[0] for pipeline in pipelines]
+    for rank, bucket in enumerate(buckets):
+        bucket.state.cut = 1.0 + rank
+    take_step(backend, pipelines, given)
     assert all(bucket.is_dense for bucket in buckets)
-    exchange(backend, pipelines, buckets)
-    pipelines[1].abort()
-    pipelines[1].buckets[0].state.step += 1
-    for pipeline in pipelines:
-        pipeline.start_step()
-        pipeline.arrive("p", backend.array(np.ones(1000, np.float32)))
+    buckets[1].state.step += 1
     with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
-        exchange(backend, pipelines, buckets)
+        take_step(backend, pipelines, given)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, make_pipeline
+from driver import collective, make_pipelines
 from parallel.launch import REPOSITORY
 from table import BACKENDS
 
@@ -97,9 +97,7 @@ def test_advice_is_the_fastest_that_trains(options: list[str], advice: str, caps
 def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
     """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
     compressor = eval(method.argument.format(ratio="0.01, warmup=None"), vars(horovod_sparse.numpy))
-    pipelines = [
-        make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
-    ]
+    pipelines = make_pipelines(NUMPY, compressor, {"p": (100_000,)}, world)
     for pipeline in pipelines:
         pipeline.arrive("p", np.random.default_rng(0).laplace(size=100_000).astype(np.float32))
     following: list[Any] = [pipeline.buckets[0].begin() for pipeline in pipelines]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline, send
+from driver import make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, DEGENERATE, KINDS, WITH_OPERATIONS, Backend, gradients
 
 from horovod_sparse.compressors.checks import check_selection
@@ -262,16 +262,11 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
 
     chosen: Any = Hierarchical() if hierarchical else None
     compressor = Mine(0.5, min_numel=0, exchange=chosen, warmup=None)
-    groups = "ab" if hierarchical else ""
-    pipelines = [
-        make_pipeline(backend, compressor, {"p": (8,)}, world=1 + hierarchical, position=rank, groups=groups)
-        for rank in range(1 + hierarchical)
-    ]
-    buckets: list[Any] = [one.arrive("p", backend.array(np.ones(8, np.float32))) for one in pipelines]
+    pipelines = make_pipelines(backend, compressor, {"p": (8,)}, "ab" if hierarchical else 1)
     with pytest.raises(
         error, match=rf"^Mine\.select must return Selection\(indices, found\) with at most 4 .* {text}.*; use"
     ):
-        exchange(backend, pipelines, buckets)
+        take_step(backend, pipelines, [{"p": np.ones(8, np.float32)} for _ in pipelines])
     pipelines[0].abort()
     np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.view("p")), 1)
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 from cases import DENSE, NAMES, SHAPES, SIZE_OF_DENSE, Case, Step
-from driver import Reduced, collective, exchange, make_pipeline
+from driver import Reduced, collective, exchange, make_pipelines
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.layout import Layout
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
 
@@ -93,22 +92,11 @@ class World:
         self.case, self.world, self.granularity, self.scale = case, world, granularity, 1.0
         self.compressor = case.compressor(granularity)
         self.divisor = float(world) if case.averages else 1.0
-        self.pipelines = [self._pipeline(position) for position in range(world)]
-
-    def _pipeline(self, position: int) -> Pipeline:
-        case = self.case
-        pipeline = make_pipeline(
-            case.backend,
-            self.compressor,
-            SHAPES,
-            world=self.world,
-            position=position,
-            dtype=case.residual_dtype,
-            averages=case.averages,
-        )
-        layout = Layout((Slot(DENSE, 0, SIZE_OF_DENSE, (SIZE_OF_DENSE,)),), case.residual_dtype)
-        pipeline.add_dense([layout], lambda name: np.zeros(1, np.float32))
-        return pipeline
+        where: dict[str, Any] = {"dtype": case.residual_dtype, "averages": case.averages}
+        self.pipelines = make_pipelines(case.backend, self.compressor, SHAPES, world, **where)
+        layout = Layout.of([(DENSE, (SIZE_OF_DENSE,))], case.residual_dtype)
+        for pipeline in self.pipelines:
+            pipeline.add_dense([layout], lambda name: np.zeros(1, np.float32))
 
     def buckets(self, step: Step) -> list[int]:
         """The numbers of the buckets, in the order of a step."""
