@@ -11,12 +11,12 @@ import pytest
 import test_laws as laws
 import test_pipeline
 import torch
-from driver import dense_sum, exchange, make_pipeline
+from driver import make_pipeline
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+from test_backends import Case, assert_same, observe
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.kernels.gpu import available
@@ -76,77 +76,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
     "layers": {"granularity": "layer"},
+    "raise": {},
     "propagate": {"not_finite": "propagate", "granularity": "layer"},
 }
+SHAPES = {"a": (12, 20), "b": (100,), "c": (77,)}
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        *((TopK, options) for options in OPTIONS.values()),
-        (lambda ratio, **options: Threshold(2.0, ratio=ratio, **options), {}),
-    ],
+    ("name", "options"),
+    [*(("topk", options) for options in OPTIONS.values()), ("threshold", {})],
     ids=[*OPTIONS, "threshold"],
 )
-def test_it_reduces_what_numpy_does(make: Any, options: dict[str, Any]) -> None:
-    """Two workers, several parameters, one of them without a gradient in some steps, and one gradient that is not finite."""
-    rng = np.random.default_rng(0)
-    shapes = {"a": (12, 20), "b": (100,), "c": (77,)}
-    dtype = options.get("residual", "float32")
-    sides = [
-        (side, [make_pipeline(side, make(0.05, **options), shapes, world=2, position=r, dtype=dtype) for r in range(2)])
-        for side in (BACKENDS[0], TRITON)
+def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
+    """Two workers, several parameters, one of them without a gradient in a step, and one gradient that is not finite."""
+    rng, row = np.random.default_rng(0), next(row for row in ROWS if row.name == name)
+    steps: list[Any] = [
+        [
+            {one: gradients("laplace", int(np.prod(shape)), rng).reshape(shape) for one, shape in SHAPES.items()}
+            for _ in range(2)
+        ]
+        for _ in range(5)
     ]
-    for step in range(5):
-        given = {
-            (rank, n): gradients("laplace", int(np.prod(s)), rng).reshape(s)
-            for rank in range(2)
-            for n, s in shapes.items()
-        }
-        # The first step is dense.
-        fails = step in (0, 3) and "not_finite" in options
-        if fails:
-            given[1, "b"][17] = np.inf
-        results = []
-        for side, pipelines in sides:
-            for (rank, name), gradient in given.items():
-                absent = name == "c" and step == 2
-                rate = 0.1 if step < 3 else 0.05
-                pipelines[rank].arrive(name, None if absent else side.array(gradient), rate)
-            reduced: dict[str, Any] = {}
-            for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
-                reduced |= exchange(side, pipelines, buckets, divisor=2.0)[0]
-            for pipeline in pipelines:
-                pipeline.end_step()
-            results.append(reduced)
-        for name, parts in results[0].items():
-            assert (parts is None) == (results[1][name] is None) == (fails and name == "b")
-            if parts is not None:
-                numel = int(np.prod(shapes[name]))
-                np.testing.assert_array_equal(dense_sum(results[1][name], numel), dense_sum(parts, numel))
-        for expected, got in zip(sides[0][1], sides[1][1], strict=True):
-            for kept in ("residuals", "velocities"):
-                for name, array in expected.state_dict()[kept].items():
-                    np.testing.assert_array_equal(got.state_dict()[kept][name].numpy(), array)
-            for one, other in zip(expected.stats().last.buckets, got.stats().last.buckets, strict=True):
-                assert (other.count, other.truncated, other.target) == (one.count, one.truncated, one.target)
-
-
-def test_the_error_names_every_parameter_of_this_rank_first() -> None:
-    pipelines = [
-        make_pipeline(TRITON, TopK(0.1, warmup=None), {"a": (300,), "b": (70,)}, world=2, position=r) for r in range(2)
-    ]
-    rng = np.random.default_rng(0)
-    for rank, pipeline in enumerate(pipelines):
-        for name, size in (("b", 70), ("a", 300)):
-            gradient = gradients("laplace", size, rng)
-            gradient[3] = np.nan if (rank, name) == (0, "b") else gradient[3]
-            pipeline.arrive(name, TRITON.array(gradient))
-    exchange(TRITON, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-    with pytest.raises(FloatingPointError, match="rank 0: the gradient of parameter 'b' holds NaN or infinity"):
-        pipelines[0].end_step()
-    with pytest.raises(FloatingPointError, match=r"rank 1: .*bucket .* of another rank"):
-        pipelines[1].end_step()
+    for of_worker in steps[2]:
+        of_worker["c"] = None
+    for number in (0, 3):
+        steps[number][1]["b"][17] = np.inf
+    case = Case(
+        steps, 0.05, options, options.get("residual", "float32"), saved_after=4, rates=(0.1, 0.1, 0.1, 0.05, 0.05)
+    )
+    assert_same(observe(TRITON, row, case), observe(BACKENDS[0], row, case))
 
 
 @pytest.mark.full
