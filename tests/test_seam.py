@@ -1,28 +1,34 @@
-"""The seam to stock Horovod: what it checks, that it is idempotent, and what importing it brings."""
+"""The seams to stock Horovod: what they check, that they are idempotent, and what importing them brings.
+
+What only TensorFlow's seam does is in `test_tensorflow_seam`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
-import horovod
-import horovod.torch
 import pytest
 from horovod.torch import join as stock_join
 from horovod.torch import optimizer as horovod_optimizer
-from horovod.torch.mpi_ops import mpi_lib
 from process import python
 
-import horovod_sparse.torch
 from horovod_sparse.core import binding
 from horovod_sparse.torch import seam
 
 STOCK_CLASSES = (horovod_optimizer._DistributedOptimizer, horovod_optimizer._DistributedAdasumOptimizer)
-REPOSITORY = Path(__file__).parent.parent
+in_both = pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+
+
+def modules(framework: str) -> tuple[Any, Any]:
+    """Horovod's module, and ours."""
+    return pytest.importorskip(f"horovod.{framework}", exc_type=ImportError), import_module(
+        f"horovod_sparse.{framework}"
+    )
 
 
 def test_a_second_call_extends_nothing() -> None:
@@ -34,61 +40,94 @@ def test_a_second_call_extends_nothing() -> None:
     assert {inspect.unwrap(method).__code__.co_filename for method in stock} == {horovod_optimizer.__file__}
 
 
-def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_both
+def test_stock_join_is_untouched_unless_a_compressor_serves(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a name that was imported before; an optimizer that nobody uses any more does not count."""
 
     def stock(*args: Any) -> None:
         raise LookupError
 
-    compressor = horovod_sparse.torch.TopK(0.5, warmup=None)
-    monkeypatch.setattr(mpi_lib, "horovod_torch_join", seam._join(stock))
+    horovod, ours = modules(framework)
+    join = stock_join if framework == "torch" else horovod.join
+    library, name = {"torch": ("mpi_lib", "horovod_torch_join"), "tensorflow": ("MPI_LIB", "horovod_join")}[framework]
+    monkeypatch.setattr(
+        getattr(horovod.mpi_ops, library), name, import_module(f"horovod_sparse.{framework}.seam")._join(stock)
+    )
     # Compressors of other tests may still serve.
     monkeypatch.setattr(binding, "_serving", WeakSet())
     with pytest.raises(LookupError):
-        stock_join()
-    store: Any = SimpleNamespace(active=True)
+        join()
+    compressor, store = ours.TopK(0.5, warmup=None), SimpleNamespace(active=True)
     compressor.bind(store)
     with pytest.raises(AssertionError, match=r"TopK\(.*give all ranks equally many batches"):
-        stock_join()
+        join()
     cycle: list[Any] = [compressor]
     cycle.append(cycle)
     del compressor, cycle
     with pytest.raises(LookupError):
-        stock_join()
+        join()
 
 
 # --- what importing brings ---
 
 
-def test_all_public_names_of_horovod_are_there() -> None:
-    public = [name for name in vars(horovod.torch) if not name.startswith("_")]
-    missing = [name for name in public if getattr(horovod_sparse.torch, name, None) is not getattr(horovod.torch, name)]
-    assert not missing
-    offered = set(horovod_sparse.torch.__all__)
-    assert {"SIDCo", "TopK", "NoOp", "DistributedOptimizer", "init", "allreduce"} <= offered
-    modules = {name for name in offered if inspect.ismodule(getattr(horovod_sparse.torch, name))}
-    assert modules <= set(public), "our own modules are not offered"
+@pytest.mark.parametrize(
+    ("framework", "replaced"), [("torch", set()), ("tensorflow", {"DistributedOptimizer", "broadcast_variables"})]
+)
+def test_all_public_names_of_horovod_are_there(framework: str, replaced: set[str]) -> None:
+    """Those that are replaced take Keras 3 too."""
+    horovod, ours = modules(framework)
+    # Modules come and go with what else is imported.
+    public = {name for name, value in vars(horovod).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert not [name for name in public - replaced if getattr(ours, name, None) is not getattr(horovod, name)]
+    offered = set(ours.__all__)
+    assert {"SIDCo", "TopK", "NoOp", "init", "allreduce", "DistributedOptimizer"} | replaced <= offered
+    assert {name for name in offered if inspect.ismodule(getattr(ours, name))} <= vars(horovod).keys()
 
 
-MEMBERS = """
-import horovod
-from horovod.torch.optimizer import _DistributedOptimizer
-horovod.__version__, before = {version!r}, dict(vars(_DistributedOptimizer))
-try:
-    import horovod_sparse.torch
-except ImportError as error:
-    print(error)
-print(dict(vars(_DistributedOptimizer)) == before, "add_param_group" in vars(_DistributedOptimizer))
+OTHER_NAMES = """
+import horovod.{module} as stock, horovod_sparse.{module} as ours
+stock.added_later = object()
+lacking = [name for name in dir(stock) if not hasattr(ours, name)]
+assert not lacking, lacking
+assert ours.added_later is stock.added_later and 'added_later' not in ours.__all__
+assert ours.elastic.run is stock.elastic.run
+assert not hasattr(ours, 'no_such_name')
 """
 
 
-def test_another_horovod_is_refused_before_anything_is_extended() -> None:
-    done = python("-c", MEMBERS.format(version="0.29.0"))
-    refused, members = done.stdout.splitlines()
-    assert re.fullmatch(r"Horovod must be 0\.28\.1, .* got 0\.29\.0; install horovod==0\.28\.1.*", refused), done
-    assert members == "True False"
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["tensorflow.keras", "tensorflow", "torch"])
+def test_all_other_names_of_horovod_are_there_too(module: str) -> None:
+    """Private ones, such as `_executing_eagerly`, and those that come later."""
+    pytest.importorskip(f"horovod.{module}", exc_type=ImportError)
+    done = python("-c", OTHER_NAMES.format(module=module))
+    assert done.returncode == 0, done.stderr
+
+
+IMPORT = """
+import horovod, horovod.{framework} as stock
+state = lambda: {replaced}
+horovod.__version__, before = {version!r}, state()
+try:
+    import horovod_sparse.{framework}
+except ImportError as error:
+    print(error)
+print(state() == before)
+"""
+REPLACED = {
+    "torch": "dict(vars(stock.optimizer._DistributedOptimizer))",
+    "tensorflow": "stock._make_allreduce_grads_fn",
+}
+
+
+@in_both
+def test_another_horovod_is_refused_before_anything_is_replaced(framework: str) -> None:
+    done = python("-c", IMPORT.format(framework=framework, replaced=REPLACED[framework], version="0.29.0"))
+    text = r"Horovod must be 0\.28\.1, .* got 0\.29\.0; install horovod==0\.28\.1.*\nTrue\n"
+    assert re.fullmatch(text, done.stdout), done
 
 
 def test_a_build_of_ones_own_is_extended() -> None:
-    done = python("-c", MEMBERS.format(version="0.28.1+nv24.1"))
-    assert done.stdout == "False True\n", done
+    done = python("-c", IMPORT.format(framework="torch", replaced=REPLACED["torch"], version="0.28.1+nv24.1"))
+    assert done.stdout == "False\n", done
