@@ -14,8 +14,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 import tensorflow as tf
 
 from horovod_sparse.core.checkpoint import Workers
-from horovod_sparse.core.packing import unpack, unpacked_state
-from horovod_sparse.tensorflow import TopK, checkpoint
+from horovod_sparse.tensorflow import checkpoint
 from horovod_sparse.tensorflow.keras import callbacks
 from horovod_sparse.tensorflow.names import same_name
 
@@ -72,29 +71,6 @@ def test_variables_of_every_type_come_back(tmp_path: Path, dtype: str, shape: tu
 def test_a_variable_without_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variable 'words' must hold numbers, got string"):
         checkpoint.save_checkpoint(tmp_path, 1, model=tf.Variable(["one"], name="words"))
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_file_that_older_code_wrote_is_loaded() -> None:
-    """The code of commit 801e177 wrote it, after 2 steps of a tape with the loss |range(6) W|^2 and ones as W, and
-
-    save_checkpoint(folder, 2, model=model, compression=compression, epoch=[1, "two"])
-    """
-    folder = Path(__file__).parent / "data" / "checkpoint_801e177_tensorflow"
-    mean = tf.Variable(tf.zeros(5, tf.bfloat16), trainable=False, name="mean")
-    model = module(mean=mean, weights=[tf.Variable(tf.zeros((6, 5)), name="weights")])
-    compression = TopK(0.2, min_numel=0, warmup=None)
-    found = checkpoint.load_checkpoint(folder, damaged="raise", model=model, compression=compression)
-    assert found == (2, {"epoch": [1, "two"]})
-    (shared, _), (own, _) = (
-        unpack((folder / "step-000000002" / name).read_bytes()) for name in ("shared", "rank-00000")
-    )
-    (weights,) = shared.values()
-    assert weights.min() < 1 and np.array_equal(model.weights[0].numpy(), weights)
-    assert set(model.mean.numpy().tolist()) == {2.5}
-    (residual,) = compression.state_dict()["residuals"].values()
-    (saved,) = unpacked_state(own["compression/state"].tobytes())["residuals"].values()
-    assert residual.any() and np.array_equal(residual, saved)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,4 @@
-"""Checkpoints of PyTorch in one process: what a file can hold, what loading undoes, and files that older code wrote.
-
-The files in tests/data/checkpoint_801e177_torch were written by the code of commit 801e177, on two ranks:
-
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=TopK(0.2, min_numel=0))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    torch.manual_seed(10 + hvd.rank())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 6)).square().mean().add(model[0].weight.square().mean()).backward()
-        optimizer.step()
-        scheduler.step()
-    save_checkpoint(folder, 3, model=model, optimizer=optimizer, scheduler=scheduler, rank=hvd.rank())
-"""
+"""Checkpoints of PyTorch in one process: what a file can hold, and what loading undoes."""
 
 from __future__ import annotations
 
@@ -22,7 +6,6 @@ import collections
 import datetime
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,9 +14,7 @@ import torch
 from torch import nn
 
 from horovod_sparse.core.checkpoint import Workers
-from horovod_sparse.torch import TopK, checkpoint, load_checkpoint, save_checkpoint
-
-SAVED = Path(__file__).parent / "data" / "checkpoint_801e177_torch"
+from horovod_sparse.torch import checkpoint, load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -164,32 +145,3 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, change: 
     with pytest.raises(RuntimeError, match="the checkpoint of step 5 does not fit"):
         load_checkpoint(tmp_path, **objects)
     assert states(objects) == before
-
-
-def test_files_of_two_ranks_that_older_code_wrote_are_loaded() -> None:
-    loaded, compression = training(), TopK(0.2, min_numel=0, warmup=None)
-    del loaded["data"]
-    residuals: list[Any] = []
-    compression._store = SimpleNamespace(  # type: ignore[assignment]
-        announce=None,
-        check_unit=lambda state: None,
-        load_compression_state=lambda state: residuals.append(state["residuals"]),
-        state_dict=dict,
-    )
-    loaded["optimizer"]._compression = compression
-    with pytest.warns(UserWarning, match="2 workers saved the checkpoint of step 3, 1 continue"):
-        found = load_checkpoint(SAVED, **loaded)
-    assert found == (3, {"rank": 0})
-    shared, *own = [
-        torch.load(SAVED / "step-000000003" / name, weights_only=True)
-        for name in ("shared", "rank-00000", "rank-00001")
-    ]
-    weights = {**shared["model"], **own[0]["buffers"]["model"]}
-    assert all(torch.equal(one, weights[name]) for name, one in loaded["model"].state_dict().items())
-    momentum = loaded["optimizer"].state_dict()["state"]
-    for number, one in shared["optimizer"]["state"].items():
-        assert torch.equal(momentum[number]["momentum_buffer"], one["momentum_buffer"])
-    assert loaded["scheduler"].last_epoch == 3 and loaded["optimizer"].param_groups[0]["lr"] == 0.05
-    assert torch.equal(torch.get_rng_state(), own[0]["random"]["torch"])
-    first, second = (one["compression"]["optimizer"]["residuals"] for one in own)
-    assert all(torch.equal(one, first[name] + second[name]) for name, one in residuals[0].items()) and residuals[0]
