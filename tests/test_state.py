@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline, send
+from driver import make_pipeline, send, take_step
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors import SIDCo, TopK
@@ -19,7 +19,8 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.store import Store
 
-PAIRS = list(itertools.permutations(BACKENDS, 2))
+PAIRS = list(itertools.pairwise([*BACKENDS, BACKENDS[0]]))
+"""Each backend takes over from one and hands over to one."""
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
 """With velocities, an adaptive state with lists, and a threshold; `test_backends` sees that all save the same, for all."""
 
@@ -55,18 +56,15 @@ def serve(compressor: Compressor, *names: str) -> Store:
     return store
 
 
+def given(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    return {name: gradients("laplace", shape[0], rng) for name, shape in SHAPES.items()}
+
+
 def steps(compressor: Compressor, pipeline: Pipeline, first: int, last: int) -> list[Any]:
     """What is sent of each parameter in some steps."""
-    sent = []
-    for step in range(first, last):
-        rng = np.random.default_rng(step)
-        for name, shape in SHAPES.items():
-            rate = 0.1 * 0.8**step if compressor.lr_in_residual else None
-            bucket = pipeline.arrive(name, BACKEND.array(gradients("laplace", shape[0], rng)), rate)
-            if bucket is not None:
-                sent.append(exchange(BACKEND, [pipeline], [bucket])[0])
-        pipeline.end_step()
-    return sent
+    rates = [0.1 * 0.8**step if compressor.lr_in_residual else None for step in range(last)]
+    return [take_step(BACKEND, [pipeline], [given(step)], rates[step]) for step in range(first, last)]
 
 
 def trained(compressor: Compressor) -> Pipeline:
@@ -101,13 +99,7 @@ def test_residuals_that_were_saved_in_units_of_the_gradient_become_updates(row: 
     other.load_state_dict({**one.state_dict(), "learning_rates": rates})
     assert other.state_dict()["learning_rates"] == dict.fromkeys(rates, 1.0)
     for step in range(3, 6):
-        rng = np.random.default_rng(step)
-        given = {name: gradients("laplace", shape[0], rng) for name, shape in SHAPES.items()}
-        sent = []
-        for pipeline in (one, other):
-            buckets = [pipeline.arrive(name, BACKEND.array(given[name]), 0.0625) for name in SHAPES]
-            sent.append([exchange(BACKEND, [pipeline], [bucket])[0] for bucket in buckets if bucket is not None])
-            pipeline.end_step()
+        sent = [take_step(BACKEND, [pipeline], [given(step)], 0.0625) for pipeline in (one, other)]
         np.testing.assert_equal(sent[1], sent[0])
     after = other.state_dict()
     assert after["learning_rates"] == dict.fromkeys(SHAPES, 1.0)
@@ -178,11 +170,7 @@ def test_copies_of_a_state_share_nothing_with_it() -> None:
 def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
     saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
     assert saved.pipeline is not None
-    for name in SHAPES:
-        bucket = saved.pipeline.arrive(name, BACKEND.array(np.ones(SHAPES[name], np.float32)), 0.5)
-    assert bucket is not None
-    exchange(BACKEND, [saved.pipeline], [bucket])
-    saved.pipeline.end_step()
+    take_step(BACKEND, [saved.pipeline], [given(0)], 0.5)
     state = saved.state_dict()
     other = serve(TopK(0.1, warmup=None), "p", "q")
     before = other.state_dict()

@@ -14,8 +14,8 @@ from horovod_sparse.ops.protocol import Hints, Momentum, Moving
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
 
-def everything_found(x: np.ndarray, threads: int) -> str:
-    """What the kernels find in an array, with all bits of it."""
+def sums_found(x: np.ndarray, threads: int) -> str:
+    """The sums that the kernels find in an array, with all bits; `test_kernels` compares the rest with NumPy's bits."""
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
     tracked: Any = ops.tracked(residual)
@@ -23,23 +23,13 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     for moving in (None, Moving(velocity, Momentum(0.9, 0.8))):
         tracked.begin(Hints(0.7, x.size, sums=True))
         tracked.take_in([(0, x)], moving)
-        noted += [tracked.sums, tracked.above and (tracked.above.indices.tobytes(), tracked.above.values.tobytes())]
-    found = [
-        *noted,
-        residual.tobytes(),
-        velocity.tobytes(),
-        ops.measure(x),
-        ops.measure(x, 0.7),
-        ops.measure(np.abs(x) + 1, 0.5, with_log=True),
-        [ops.count(x, threshold) for threshold in (0.0, 0.3, 2.0)],
-        ops.select_above(x, 0.3, x.size).indices.tobytes(),
-    ]
-    return repr(found)
+        noted.append(tracked.sums)
+    return repr([*noted, ops.measure(x), ops.measure(x, 0.7), ops.measure(np.abs(x) + 1, 0.5, with_log=True)])
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 1023, 1025, 20_000, 600_001])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_all_find_the_same_bits(size: int, dtype: type[np.floating], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_find_the_same_sums(size: int, dtype: type[np.floating], monkeypatch: pytest.MonkeyPatch) -> None:
     """So is everything that is fitted to them: which processor a worker has does not matter."""
     x = np.random.default_rng(size).laplace(size=size).astype(dtype)
     found = {}
@@ -47,7 +37,7 @@ def test_all_find_the_same_bits(size: int, dtype: type[np.floating], monkeypatch
         monkeypatch.setenv(kernels.VARIABLE, name)
         assert kernels.available() and kernels.variant() == name
         for threads in (1, 2):
-            found[name, threads] = everything_found(x, threads)
+            found[name, threads] = sums_found(x, threads)
     assert len(set(found.values())) == 1
 
 
@@ -63,10 +53,3 @@ def test_all_find_the_same_bits(size: int, dtype: type[np.floating], monkeypatch
 def test_an_environment_variable_chooses(said: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, said)
     assert f"{type(host_ops()).__name__} {kernels.variant()}" == expected
-
-
-def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, "sse9")
-    here = ", ".join(kernels.variants())
-    with pytest.raises(ValueError, match=f"must be auto, off or one of .*this processor runs {here}; got 'sse9'"):
-        host_ops()
