@@ -94,20 +94,14 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != checkpoint.LOCK)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_was_saved_is_loaded(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "saved"), [(1, 1), (2, 2), (4, 4), (1, 4), (2, 5), (3, 2), (4, 1)])
+@pytest.mark.filterwarnings("ignore:.*workers saved the checkpoint")
+def test_what_was_saved_is_loaded_and_every_rank_is_continued_by_one(tmp_path: Path, size: int, saved: int) -> None:
     folder = tmp_path / "new" / "folder"
     assert load(folder, size) == [None] * size
     for step in (0, 5, 10):
-        assert save(folder, step, size) == [None] * size
-        assert load(folder, size) == expected(step, size, size)
-
-
-@pytest.mark.parametrize(("size", "saved"), [(1, 4), (2, 5), (3, 2), (4, 1)])
-@pytest.mark.filterwarnings("ignore:.*workers saved the checkpoint")
-def test_every_rank_that_saved_is_continued_by_exactly_one(tmp_path: Path, size: int, saved: int) -> None:
-    save(tmp_path, 7, saved)
-    assert load(tmp_path, size) == expected(7, size, saved)
+        assert save(folder, step, saved) == [None] * saved
+        assert load(folder, size) == expected(step, size, saved)
     assert sorted(rank for mine in range(size) for rank in continued_by(mine, size, saved)) == list(range(saved))
 
 

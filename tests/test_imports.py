@@ -13,7 +13,8 @@ import horovod_sparse
 
 PACKAGE = Path(horovod_sparse.__file__).parent
 TESTS = Path(__file__).parent
-FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
+FRAMEWORKS = ("torch", "torch._dynamo", "tensorflow", "keras", "horovod", "mpi4py")
+"""And PyTorch's compiler, which takes seconds to import."""
 LAYERS = (
     "ops", "estimation", "exchange", "compressors", "core", "kernels", "numpy", "torch", "tensorflow", "contrib", "tools",
 )  # fmt: skip

@@ -38,15 +38,24 @@ def test_bytes(backend: Backend) -> None:
 
 
 @on_every_backend
-def test_not_finite_bytes(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.5, min_numel=0, slack=1.0, warmup=None), {"p": (4,)})
-    pipeline.start_step()
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        (Pairs(), "feffffff 00000000 ffffffff 00000000"),
+        (Pairs("packed"), "feff 0000 0000 0000" + 28 * "00"),
+    ],
+    ids=repr,
+)
+def test_not_finite_bytes(backend: Backend, exchange: Pairs, expected: str) -> None:
+    compressor = TopK(0.5, min_numel=0, slack=1.0, exchange=exchange, not_finite="propagate", warmup=None)
+    pipeline = make_pipeline(backend, compressor, {"p": (4,)})
     bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
     assert bucket is not None
     message = bucket.begin().message
-    assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
-    assert backend.ops.rows_in_use(message, 1, 100) == [wire.NOT_FINITE]
-    assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
+    assert backend.numpy(message).tobytes() == bytes.fromhex(expected)
+    assert pipeline.advance(bucket, message, 1.0, lambda slots, reduced: None) is None
+    pipeline.end_step()
+    np.testing.assert_array_equal(backend.numpy(bucket.buffer), [1.0, 0.0, 2.0, 3.0])
 
 
 @on_every_backend
@@ -123,30 +132,6 @@ def test_packed_values_of_all_magnitudes_have_the_bits_of_the_oracle(backend: Ba
         sent = one.numpy(one.ops.unpack(pairs, 3000)[1])
         assert (sent.astype(np.float64) + one.numpy(x)[::3] == values).all()
     assert made[0] == made[1]
-
-
-@on_every_backend
-def test_packed_not_finite_bytes(backend: Backend) -> None:
-    compressor = TopK(0.5, min_numel=0, slack=1.0, exchange=Pairs("packed"), not_finite="propagate", warmup=None)
-    pipeline = make_pipeline(backend, compressor, {"p": (4,)})
-    pipeline.start_step()
-    bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
-    assert bucket is not None
-    message = bucket.begin().message
-    assert backend.numpy(message).tobytes() == bytes.fromhex("feff 0000 0000 0000" + 28 * "00")
-    reduced = []
-    assert pipeline.advance(bucket, message, 1.0, lambda slots, one: reduced.append(one)) is None
-    pipeline.end_step()
-    np.testing.assert_array_equal(backend.numpy(bucket.buffer), [1.0, 0.0, 2.0, 3.0])
-
-
-@on_every_backend
-def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
-    gathered = backend.array(np.arange(24, dtype=np.int32).reshape(12, 2))
-    parts = wire.split(gathered, 3)
-    np.testing.assert_array_equal([backend.numpy(part)[0, 0] for part in parts], [0, 8, 16])
-    with pytest.raises(ValueError, match="equal"):
-        wire.split(gathered, 5)
 
 
 @on_every_backend
