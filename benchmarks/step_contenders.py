@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
@@ -23,13 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import torch_charlm
-from text import CHARACTERS
-
 # --- models ---
-
-CONTEXT = 32
 
 
 @dataclass(frozen=True)
@@ -40,21 +31,6 @@ class Task:
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Any]
     loss: Callable[[nn.Module, Any], Tensor]
-
-
-def charlm(args: argparse.Namespace) -> Task:
-    """the transformer of examples/torch_charlm.py"""
-
-    def batch(generator: torch.Generator) -> Tensor:
-        return torch.randint(CHARACTERS, (args.batch_size, CONTEXT + 1), generator=generator)
-
-    def loss(model: nn.Module, windows: Tensor) -> Tensor:
-        return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-    def model() -> nn.Module:
-        return torch_charlm.CharLM(CONTEXT, args.width, args.layers, 4)
-
-    return Task(f"character model, {args.batch_size} x {CONTEXT} characters per worker", model, batch, loss)
 
 
 def linear(args: argparse.Namespace) -> Task:
@@ -94,7 +70,7 @@ def many(args: argparse.Namespace) -> Task:
     return Task(title, model, batch, lambda model, gradients: model(gradients))
 
 
-MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"charlm": charlm, "linear": linear, "many": many}
+MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"linear": linear, "many": many}
 
 # --- ways to exchange gradients: model, optimizer and a compressor's settings in; model, optimizer and compression out ---
 

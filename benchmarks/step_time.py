@@ -89,12 +89,12 @@ def quartiles(seconds: list[float]) -> list[float]:
 
 def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
     """All contenders that were asked for, whose models start alike; sparse ones once for each size of the buckets."""
-    sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib}
+    sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib} or {"": BUCKET_BYTES}
     for name, make in CONTENDERS.items():
         between_hosts = name.startswith("FSDP") or "hierarchical" in name
         if name not in (ALONE, DENSE, *args.rows) or (between_hosts and hvd.size() == hvd.local_size()):
             continue
-        for suffix, granularity in sizes.items() if sizes and name in SPARSE else [("", args.granularity)]:
+        for suffix, granularity in sizes.items() if name in SPARSE else [("", BUCKET_BYTES)]:
             torch.manual_seed(0)
             model = task.model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -150,15 +150,14 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     models = "; ".join(f"{name}: {make.__doc__}" for name, make in MODELS.items())
-    add("--model", choices=MODELS, default="charlm", help=models)
+    add("--model", choices=MODELS, default="linear", help=models)
     rows = f"beside {ALONE!r} and {DENSE!r}"
     add("--rows", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="ROW", help=rows)
     add("--rounds", type=int, default=100, help="timed steps of each contender")
-    add("--granularity", default=BUCKET_BYTES, choices=("layer", "model"), help="of the sparse contenders")
     add("--bucket-mib", type=float, nargs="+", default=[], metavar="MIB", help="of sparse contenders, a row for each")
     add("--batch-size", type=int, default=2, help="samples per worker and step")
-    add("--width", type=int, default=256, help="of charlm and linear")
-    add("--layers", type=int, default=3, help="of charlm and linear")
+    add("--width", type=int, default=256, help="of linear")
+    add("--layers", type=int, default=3, help="of linear")
     add("--parameters", type=int, default=1000, help="of many")
     add("--elements", type=int, default=10_000, help="of each parameter of many")
     args = parser.parse_args()
