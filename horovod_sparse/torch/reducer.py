@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -46,7 +46,8 @@ from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
 from horovod_sparse.torch.gradients import write_reduced
 from horovod_sparse.torch.movement import are_finite
-from horovod_sparse.torch.routes import OptimizerRoutes
+from horovod_sparse.torch.parameters import check_memory
+from horovod_sparse.torch.routes import Routes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
 from horovod_sparse.torch.unchanged import first_changed, hand_over
@@ -60,8 +61,6 @@ def reducer_of(optimizer: Any) -> Reducer | None:
 
 class Reducer(TensorReducer):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
-
-    _routes: OptimizerRoutes
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         super().__init__(compressor)
@@ -85,7 +84,7 @@ class Reducer(TensorReducer):
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._averages = self.updates is not None or optimizer.op == mpi_ops.Average
         self._collectives = Collectives(mpi_ops.Average if self._averages else mpi_ops.Sum, self._process_set)
-        self._routes = OptimizerRoutes(optimizer, self.compressor)
+        self._routes = Routes(self.compressor, optimizer._p_to_group, sparse_as_dense=optimizer.sparse_as_dense)
         self.pipeline = None
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
@@ -253,7 +252,7 @@ class Reducer(TensorReducer):
         """Agree on new parameters."""
         try:
             self.check_unchanged()
-            self._routes.adopt()
+            self._adopt()
             if len(self._routes.names) < len(self.optimizer._requires_update):
                 self._extend_routes()
         except BaseException:
@@ -341,7 +340,7 @@ class Reducer(TensorReducer):
         """Take in a group of parameters that was added to the optimizer."""
         self.settings_changed()
         if self.active:
-            self._routes.adopt()
+            self._adopt()
 
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
@@ -350,8 +349,36 @@ class Reducer(TensorReducer):
         else:
             check_momentum(self.compressor, self.optimizer.param_groups)
 
+    @torch.enable_grad()
+    def _adopt(self) -> None:
+        """Hook parameters that stock Horovod would ignore: those of added groups, and those that require gradients only now."""
+        optimizer = self.optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in optimizer._requires_update:
+                    name = optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                    check_memory({parameter: name})
+                    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+                    if optimizer._groups is not None:
+                        optimizer._p_to_group[parameter] = (parameter,)
+                        optimizer._group_counts[(parameter,)] = 0
+                    optimizer._requires_update.add(parameter)
+                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                    accumulator.register_hook(optimizer._make_hook(parameter))
+                    optimizer._grad_accs.append(accumulator)
+
+    def _reduced(self) -> dict[Tensor, str]:
+        """Return the parameters that are reduced, with their names, in the order of the optimizer."""
+        optimizer = self.optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {one: optimizer._parameter_names[one] for one in parameters if one in optimizer._requires_update}
+
+    def _check_reduced(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
+        shapes = {name: tuple(one.shape) for one, name in self._reduced().items() if name not in sparse}
+        self._check(state, shapes)
+
     def _extend_routes(self) -> None:
-        new = self._routes.without_route()
+        new = {one: name for one, name in self._reduced().items() if one not in self._routes.names}
         deferred = self.deferred or empty_state()
         known_sparse = () if self.updates is not None else deferred.get("sparse", ())
         number, found = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
@@ -368,7 +395,7 @@ class Reducer(TensorReducer):
         # Before there is a number, names are the same for all optimizers of a process set.
         prefix = f"horovod_sparse.{self._process_set.process_set_id}."
         everyone = partial(gather_json, name=f"{prefix}agree.state", process_set=self._process_set)
-        agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
+        agree_on_states(lambda: self._check_reduced(deferred, left_out), everyone, mpi_ops.rank())
         self._number = number
         self._collectives.prefix = f"{prefix}{number}."
         position = self._process_set.rank()
@@ -389,7 +416,7 @@ class Reducer(TensorReducer):
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         if self.pipeline is None and self.active:
             # Find a wrong state when it is loaded, not in the middle of the first step.
-            self._check(state, self._routes.shapes(state.get("sparse", ())))
+            self._check_reduced(state, state.get("sparse", ()))
         super().load_compression_state(state)
         self._begin_afresh()
 
