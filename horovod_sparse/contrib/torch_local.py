@@ -51,15 +51,7 @@ _newest = -1
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of local updates.
-
-    Args:
-        every: H, the number of local steps between two exchanges, >= 1.
-        residual_decay: beta, in (0, 1].
-        outer_lr: alpha, > 0; with "auto" it is 1, and movements grow (`Lengths`).
-        outer_momentum: mu, in [0, 1).
-        keep: c, in [0, 1].
-    """
+    """The settings of local updates: H, beta, alpha, mu and c. `LocalUpdates` has the same arguments."""
 
     every: int
     residual_decay: float
@@ -301,8 +293,7 @@ class LocalUpdates:
             ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
         """
         check_parts(state, {"shared": self._shared, "momentum": self._momentum})
-        # Earlier releases have not noted in what unit residuals are.
-        self.compression.load_state_dict({"updates": True, **state["compression"]})
+        self.compression.load_state_dict(state["compression"])
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, array in mine.items():
                 array[...] = state[part][name]
