@@ -40,11 +40,6 @@ class _Started:
     def dtype(self) -> str:
         return str(self.message.dtype).removeprefix("torch.")
 
-    @property
-    def over(self) -> bool:
-        """Whether nobody has to wait for it."""
-        return self.wait is None or (self.handle is not None and mpi_ops.poll(self.handle))
-
 
 class Collectives:
     """The collectives of one optimizer, and which of them are under way. `op` reduces sparse gradients."""
@@ -166,8 +161,9 @@ class Collectives:
     def _say_so(self) -> None:
         """Tell ranks that are in a step that it was given up: under each name that they may wait for, once. Never waits."""
         for key, kind in self._kinds.items():
-            started = self._started.get(key)
-            if started is None or (started.dtype != _GIVEN_UP and started.over):
+            one = self._started.get(key)
+            over = one is None or one.wait is None or (one.handle is not None and mpi_ops.poll(one.handle))
+            if over and (one is None or one.dtype != _GIVEN_UP):
                 self._end(key)
                 self.start(kind, _nothing(kind, (1, 1), _GIVEN_UP, "cpu"), key)
 

@@ -89,8 +89,7 @@ class Reducer(TensorReducer):
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
         """Continue with `state` when the workers of an elastic job have changed. Never waits for other ranks."""
-        if self._step.handed or self._step.begun:
-            self._give_up_step()
+        self.give_up()
         self._forget_workers()
         self._frozen.clear()
         self.deferred = copy.deepcopy(dict(state)) if state is not None and holds_anything(state) else None

@@ -48,9 +48,6 @@ def install() -> None:
 
 Method = Callable[..., Any]
 
-# The handle and context that stock hooks keep. Only the presence of a handle matters: `Reducer.synchronize` does the waiting.
-_UNDER_WAY = (True, None)
-
 
 def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     stock = vars(cls).get(name)
@@ -169,16 +166,12 @@ def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
     return extend
 
 
-def _allreduce_grad_async(stock: Method) -> Method:
-    def extended(self: Any, p: Any) -> Any:
-        reducer = reducer_of(self)
-        if reducer is None:
-            return stock(self, p)
-        for parameter in p if isinstance(p, (tuple, list)) else [p]:
-            reducer.submit(parameter)
-        return _UNDER_WAY
-
-    return extended
+@_if_ours
+def _allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, p: Any) -> Any:
+    for parameter in p if isinstance(p, (tuple, list)) else [p]:
+        reducer.submit(parameter)
+    # A handle and a context, as stock hooks keep them. Only that there is one matters: `Reducer.synchronize` waits.
+    return True, None
 
 
 @_if_ours
