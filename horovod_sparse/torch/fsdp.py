@@ -26,15 +26,7 @@ from horovod_sparse.torch.uncompiled import uncompiled
 
 
 class ShardedReducer(GroupReducer):
-    """Reduces the shards of one model that this rank holds.
-
-    Args:
-        compressor: what it serves from now on.
-        replicas: the ranks with the same shards.
-        mesh: the ranks that hold this replica.
-        model: what `fully_shard` was called for.
-        optimizer: whose steps exchange.
-    """
+    """Reduces the shards of `model` that this rank holds, between `replicas`; the ranks of `mesh` hold this replica."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -32,26 +33,32 @@ from horovod_sparse.core.agreement import (
     check_dampening,
     check_momentum,
     check_sparse,
+    compare,
     exchanges_updates,
     is_elastic,
+    op_name,
+    warn_of_values,
 )
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import empty_state, holds_anything
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
 from horovod_sparse.torch.gradients import write_reduced
 from horovod_sparse.torch.movement import are_finite
-from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.routes import Routes
+from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
-from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
+from horovod_sparse.torch.store import WITH_SCALER, Routes, TensorReducer
 from horovod_sparse.torch.unchanged import first_changed, hand_over
 from horovod_sparse.torch.uncompiled import uncompiled
+
+_agreed: Counter[tuple[int, ...]] = Counter()
+"""How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
+names. An optimizer that only one rank has made does not count. The key includes the ranks because Horovod gives the number
+of a removed set to the next one that is added."""
 
 
 def reducer_of(optimizer: Any) -> Reducer | None:
@@ -66,6 +73,7 @@ class Reducer(TensorReducer):
         super().__init__(compressor)
         self.optimizer = optimizer
         self._process_set = optimizer.process_set
+        self._groups, self._sparse_as_dense = optimizer._p_to_group, optimizer.sparse_as_dense
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
         self.serve(optimizer, own_step, optimizer._parameter_names, updates=updates)
@@ -84,7 +92,7 @@ class Reducer(TensorReducer):
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._averages = self.updates is not None or optimizer.op == mpi_ops.Average
         self._collectives = Collectives(mpi_ops.Average if self._averages else mpi_ops.Sum, self._process_set)
-        self._routes = Routes(self.compressor, optimizer._p_to_group, sparse_as_dense=optimizer.sparse_as_dense)
+        self._routes = Routes()
         self.pipeline = None
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
@@ -379,9 +387,8 @@ class Reducer(TensorReducer):
     def _extend_routes(self) -> None:
         new = {one: name for one, name in self._reduced().items() if one not in self._routes.names}
         deferred = self.deferred or empty_state()
-        known_sparse = () if self.updates is not None else deferred.get("sparse", ())
-        number, found = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
-        sparse_as_dense = self.optimizer.sparse_as_dense
+        number, found = self._agree(new, () if self.updates is not None else deferred.get("sparse", ()))
+        sparse_as_dense = self._sparse_as_dense
         if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
             self.momentum = None
@@ -400,6 +407,43 @@ class Reducer(TensorReducer):
         position = self._process_set.rank()
         self._extend(new, found, everyone, position=position, rank=mpi_ops.rank(), averages=self._averages)
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
+
+    def _agree(self, new: Mapping[Tensor, str], known_sparse: Collection[str]) -> tuple[int, set[str]]:
+        """Compare settings and the `new` parameters with the other ranks. Blocks. Raise on every rank if they differ.
+
+        Return the optimizer's number in its process set, and which new parameters have sparse gradients on some rank; of
+        `known_sparse` this rank knows so.
+        """
+        optimizer, process_set, number = self.optimizer, self._process_set, self._number
+        names = optimizer._parameter_names
+        mine = {
+            **description(self.compressor, new, optimizer.param_groups),
+            "optimizer": "new" if number is None else str(number),
+            "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
+            "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
+            "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
+            "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+        }
+        sparse = [
+            name
+            for parameter, name in new.items()
+            if name in known_sparse or (parameter.grad is not None and parameter.grad.is_sparse)
+        ]
+        key = (process_set.process_set_id, *process_set.ranks)
+        # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
+        # that is compared does.
+        name = f"horovod_sparse.{process_set.process_set_id}.agree"
+        everyone = gather_json([mine, sparse, _agreed[key], sums(new)], name, process_set)
+        compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
+        values = [theirs for *_, theirs in everyone]
+        remedy = "call hvd.broadcast_parameters first"
+        warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), remedy)
+        check_real(new)
+        if number is None:
+            number = max(agreed for _, _, agreed, *_ in everyone)
+            # The next optimizer gets another one.
+            _agreed[key] = number + 1
+        return number, {name for _, names, *_ in everyone for name in names}
 
     # --- statistics and state: see `Store` ---
 

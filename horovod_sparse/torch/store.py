@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from horovod_sparse import kernels
 from horovod_sparse.core.agreement import divides
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
@@ -26,13 +27,26 @@ from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
 from horovod_sparse.torch.parameters import local_part
-from horovod_sparse.torch.routes import Routes
 from horovod_sparse.torch.step import Step
 
 WITH_SCALER = (
     "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
     "same steps"
 )
+
+
+@dataclass
+class Routes:
+    """Where the gradients of the parameters go that have been agreed on; more can join later."""
+
+    names: dict[Tensor, str] = field(default_factory=dict)
+    """All parameters that have a route, with their names, in the order of the model."""
+    in_buckets: dict[str, Tensor] = field(default_factory=dict)
+    """Those whose gradients go through a bucket, by name."""
+    sparse: set[Tensor] = field(default_factory=set)
+    """Embeddings whose gradients are sparse tensors, which Horovod's own path reduces."""
+    sparse_as_dense: set[Tensor] = field(default_factory=set)
+    """Parameters whose reduced gradients become sparse tensors again on every rank."""
 
 
 class TensorReducer(Store):
@@ -44,7 +58,10 @@ class TensorReducer(Store):
     compressor: TorchCompressor
     optimizer: Any = None
     """None if it is not known."""
-    _routes: Routes
+    _groups: Mapping[Tensor, Hashable] = {}
+    """The group of each parameter that has one: Horovod's `groups=`."""
+    _sparse_as_dense = False
+    """Whether sparse gradients are compressed, too."""
     scaler: torch.amp.GradScaler | None = None
     detached: Detached | None = None
     """Moves the model's parameters while gradients are computed; None if they stay where they are."""
@@ -56,6 +73,7 @@ class TensorReducer(Store):
         super().__init__()
         compressor.bind(self)
         self.compressor = compressor
+        self._routes = Routes()
         self._step = Step()
         self._sample = Sample()
         self._frozen: set[Tensor] = set()
@@ -168,12 +186,37 @@ class TensorReducer(Store):
             )
             if self.momentum is not None:
                 pipeline.intake.momentum = self.momentum.of
-        self._routes.extend(new, sparse, pipeline)
+        self._add_buckets(new, sparse, pipeline)
         is_first, self.pipeline = self.pipeline is None, pipeline
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
         if is_first:
             log_start(pipeline, kernels.variant(), self.updates)
+
+    def _add_buckets(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:
+        routes, here = self._routes, {name: parameter for parameter, name in new.items()}
+        with_sparse = {here[name] for name in sparse if name in here}
+        if self._sparse_as_dense:
+            routes.sparse_as_dense |= with_sparse
+        else:
+            routes.sparse |= with_sparse
+            here = {name: parameter for name, parameter in here.items() if name not in sparse}
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(self._groups.values()))}
+        described = [
+            Parameter(
+                name,
+                tuple(parameter.shape),
+                self.compressor.residual_dtype_of(parameter),
+                str(parameter.device),
+                numbers[self._groups[parameter]] if numbers else None,
+            )
+            for name, parameter in here.items()
+        ]
+        buckets, dense = planned(described, self.compressor, pipeline.world)
+        pipeline.add_buckets(buckets, here.__getitem__)
+        pipeline.add_dense(dense, here.__getitem__)
+        routes.names.update(new)
+        routes.in_buckets.update(here)
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         """Forget what is kept of parameters that are not trained any more."""

@@ -21,20 +21,14 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.gradients import write_to
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_real, description
-from horovod_sparse.torch.routes import Routes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import TensorReducer
 
 
 class GroupReducer(TensorReducer):
-    """Reduces the gradients of some parameters.
+    """Reduces the gradients of some parameters, which have `names`, over the ranks of a group.
 
-    Args:
-        compressor: what it serves from now on.
-        transport: the ranks, and their collectives.
-        names: the parameters' names, in the order of the model. If there are none, parameters get numbers in the reverse
-            order of their gradients.
-        optimizer: the optimizer, which `lr_in_residual` needs.
+    If there are no names, parameters get numbers in the reverse order of their gradients. `lr_in_residual` needs `optimizer`.
     """
 
     shards: Sequence[Group] = ()
@@ -52,7 +46,6 @@ class GroupReducer(TensorReducer):
         self.optimizer = optimizer
         self._transport = transport
         self._given_names = names
-        self._routes = Routes(compressor)
 
     def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
         """Replace all gradients, which `prepare` returns, by their means over the ranks. All ranks call this together."""

@@ -14,7 +14,7 @@ from stairs import Halving, dense_until
 
 import horovod_sparse
 from horovod_sparse import kernels
-from horovod_sparse.torch import TopK, agreement
+from horovod_sparse.torch import TopK, reducer
 
 from .common import (
     BUCKET_BYTES,
@@ -31,15 +31,15 @@ from .scenario import EVERYWHERE, MPI_2, PAIR, scenario
 
 @scenario(*PAIR)
 def another_release_raises_on_all() -> None:
-    describe = agreement.description
+    describe = reducer.description
     if hvd.rank() == 1:
-        agreement.description = lambda *arguments: {**describe(*arguments), "release": "0.0.9"}
+        reducer.description = lambda *arguments: {**describe(*arguments), "release": "0.0.9"}
     try:
         model = small_model()
         optimizer = wrap(model, TopK(0.01, warmup=None))
         message = raised(ValueError, lambda: train(model, optimizer, range(1)))
     finally:
-        agreement.description = describe
+        reducer.description = describe
     assert "'release'" in message and "'0.0.9'" in message and repr(horovod_sparse.__version__) in message, message
     train(model, optimizer, range(2))
     assert_identical(model)

@@ -15,7 +15,7 @@ import torch
 
 from horovod_sparse.core import checkpoint
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import SIDCo, agreement, save_checkpoint
+from horovod_sparse.torch import SIDCo, reducer, save_checkpoint
 from horovod_sparse.torch.reducer import Reducer
 
 from .common import BUCKET_BYTES, loss_of, small_model
@@ -75,7 +75,7 @@ def main(fault: Fault, folder: Path) -> None:
     elif fault.moment == "exchange":
         faulty.before(Reducer, "_start")
     elif fault.moment == "agreement":
-        faulty.before(agreement, "description")
+        faulty.before(reducer, "description")
     elif fault.moment == "checkpoint":
         faulty.before(checkpoint, "_write")
     elif fault.moment == "optimizer":
