@@ -22,7 +22,10 @@ _GIVEN_UP = None
 
 
 class HorovodGroup(Group):
-    """The ranks of a process set of Horovod. All groups of a set give collectives the same names, so they are used in turn."""
+    """The ranks of a process set of Horovod, which start collectives within `together`.
+
+    All groups of a set give collectives the same names, so they are used in turn.
+    """
 
     def __init__(self, process_set: Any) -> None:
         complete_global_set(process_sets, mpi_ops._basics)
@@ -30,21 +33,17 @@ class HorovodGroup(Group):
         self.position: int = process_set.rank()
         self.rank: int = mpi_ops.rank()
         self._process_set = process_set
-        self._is_together = False
         self._begin()
 
     def _begin(self) -> None:
         """Let names begin anew, on all ranks: Horovod remembers them."""
         self._collectives = Collectives(mpi_ops.Sum, self._process_set)
         self._collectives.prefix += "group."
-        self._number = self._meetings = self._under_way = 0
+        self._number = self._meetings = 0
 
     def start(self, collective: Collective) -> Wait:
-        if not self._under_way and not self._is_together:
-            self._begin()
-        self._under_way += 1
-        # Within `together`, whether all ranks have started this is not known.
-        self._met = not self._is_together
+        # Whether all ranks have started this is not known.
+        self._met = False
         name, self._number = str(self._number), self._number + 1
         wait = self._collectives.start(collective.kind, collective.message.contiguous(), name, collective.to)
 
@@ -52,13 +51,12 @@ class HorovodGroup(Group):
             if not self._met:
                 self.everyone("here")
                 self._met = True
-            self._under_way -= 1
             return wait()
 
         return result
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Blocks. Raise RuntimeError if a rank has raised within `together`."""
+        """Return every rank's `value`, in rank order. Blocks. Raise RuntimeError if a rank has raised."""
         everyone = from_lines(self._tell(value)())
         if _GIVEN_UP in everyone:
             raise RuntimeError(
@@ -68,9 +66,7 @@ class HorovodGroup(Group):
         return everyone
 
     def _tell(self, value: Any) -> Wait:
-        name = f"meeting.{self._meetings}"
-        # Otherwise they come one after the other, and Horovod remembers names.
-        self._meetings += self._is_together
+        name, self._meetings = f"meeting.{self._meetings}", self._meetings + 1
         return self._collectives.start("allgather", as_line(value), name)
 
     @contextmanager
@@ -81,7 +77,6 @@ class HorovodGroup(Group):
         come to the next meeting, and then takes part in what others have started already.
         """
         self._begin()
-        self._is_together = True
         try:
             yield
             self.everyone("here")
@@ -92,5 +87,3 @@ class HorovodGroup(Group):
                 self._collectives.given_up = True
                 self._collectives.clear_up()
             raise
-        finally:
-            self._is_together = False
