@@ -37,6 +37,7 @@ from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.hook import check_compression
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
 from horovod_sparse.torch.transport import GroupReducer
@@ -89,9 +90,9 @@ class LocalUpdates:
             loss(model, batch).backward()
             local.step()
 
-    The formulas are at the beginning of its module, after SparseLoCo (https://arxiv.org/abs/2508.15706). The model is not in
-    `DistributedDataParallel`, and the optimizer is not Horovod's: gradients stay on their worker. All workers begin with
-    the same parameters. The states of the optimizers and the buffers of the model (running means) differ between workers.
+    Its module begins with the formulas. The model is not in `DistributedDataParallel`, and the optimizer is not Horovod's:
+    gradients stay on their worker. All workers begin with the same parameters. The states of the optimizers and the buffers
+    of the model (running means) differ between workers.
 
     Args:
         optimizer: the optimizer of the local steps.
@@ -137,10 +138,7 @@ class LocalUpdates:
         self._model = model
         self.outer = Outer(every, residual_decay, outer_lr, outer_momentum, keep)
         self.compression = NoOp() if compression is None else compression
-        if not isinstance(self.compression, TorchCompressor):
-            raise TypeError(
-                f"compression must be None or a compressor of horovod_sparse.torch, such as TopK(0.01), got {compression!r}"
-            )
+        check_compression(self.compression)
         self.compression.check_free()
         check_moves(self.compression, "with local updates")
         refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
@@ -176,11 +174,7 @@ class LocalUpdates:
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer. After every `every`-th step, exchange. Return what the optimizer's `step` returns.
-
-        Raises:
-            FloatingPointError: see `synchronize`.
-        """
+        """Step the optimizer, and do as `count_step`. Return what the optimizer's `step` returns."""
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "scaler.step must be given the optimizer itself, got LocalUpdates: call scaler.step(optimizer), "
@@ -198,11 +192,7 @@ class LocalUpdates:
         return loss
 
     def count_step(self) -> None:
-        """Count a step that the optimizer has made, or that a `GradScaler` has left out. Exchange after every `every`-th.
-
-        Raises:
-            FloatingPointError: see `synchronize`.
-        """
+        """Count a step that the optimizer has made, or a `GradScaler` has left out. `synchronize` after every `every`-th."""
         self._steps += 1
         if self._steps >= self.outer.every:
             self.synchronize()
@@ -237,6 +227,7 @@ class LocalUpdates:
 
     def _drifts(self) -> dict[Tensor, Tensor]:
         """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
+        global _agreed, _newest
         problem = None
         self._reducer.restore_moved()
         follow(self._parts)
@@ -245,39 +236,33 @@ class LocalUpdates:
         except ValueError as error:
             # The others are told: they would wait.
             problem = error
-        mine = {**self._described(), "problem": str(problem)}
+        number = str(self._number)
+        if self._number is None:
+            # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
+            number = "made before another one that has exchanged already" if self._made < _newest else "new"
+        growing = "growing" if self._reducer.lengths.grow else "as they are"
+        mine = {
+            "local updates": f"{number}, {self.outer}, {growing}",
+            # All workers say so whenever one has loaded a state, so that nobody waits.
+            "shared parameters": digest(self._shared) if self._unchecked else "as they were",
+            "problem": str(problem),
+        }
         everyone = self._transport.everyone([mine, _agreed])
         compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
-        self._agree(max(number for _, number in everyone))
+        if self._number is None:
+            self._number = max(number for _, number in everyone)
+            _agreed, _newest = self._number + 1, max(_newest, self._made)
+        self._steps = 0
+        # If this worker alone fails from here on, the others' shared parameters will be others.
+        self._unchecked = True
         drifts = [torch.empty_like(one) for one in self._movement.copies]
         self._movement.write(drifts)
         for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
             if not parameter.requires_grad:
                 drift.zero_()
         return self._reducer.grown(dict(zip(self._movement.parameters, drifts, strict=True)))
-
-    def _described(self) -> dict[str, str]:
-        """Return what must be the same on all workers."""
-        number = str(self._number)
-        if self._number is None:
-            # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
-            number = "made before another one that has exchanged already" if self._made < _newest else "new"
-        # All workers say so whenever one has loaded a state, so that nobody waits.
-        shared = digest(self._shared) if self._unchecked else "as they were"
-        growing = "growing" if self._reducer.lengths.grow else "as they are"
-        return {"local updates": f"{number}, {self.outer}, {growing}", "shared parameters": shared}
-
-    def _agree(self, number: int) -> None:
-        """Begin an exchange. `number` is that of new `LocalUpdates`, the same on all workers."""
-        global _agreed, _newest
-        if self._number is None:
-            self._number = number
-            _agreed, _newest = number + 1, max(_newest, self._made)
-        self._steps = 0
-        # If this worker alone fails from here on, the others' shared parameters will be others.
-        self._unchecked = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""

@@ -18,12 +18,6 @@ from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
-_NO_FSDP = "For a model of fully_shard, call register(model, compression, optimizer, replicate=mesh['replicate'])"
-_NO_PYTHON_REDUCER = (
-    "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to "
-    "'ddp_optimizer'"
-)
-
 
 @uncompiled
 def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -46,7 +40,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
             gradients, or ranks have different settings or parameters.
         FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
     """
-    _check_compression(state)
+    check_compression(state)
     _check_bucket(bucket)
     store = state.store
     if not isinstance(store, DDPReducer):
@@ -89,7 +83,7 @@ def register(
             the model; FSDP itself exchanges between replicas.
         RuntimeError: the model already has a hook.
     """
-    _check_compression(compression)
+    check_compression(compression)
     if not isinstance(model, DistributedDataParallel):
         # It takes a second to import.
         from horovod_sparse.torch.fsdp import register_sharded
@@ -130,12 +124,18 @@ def register(
 
 def _check_bucket(bucket: object) -> None:
     if not isinstance(bucket, GradBucket):
-        # DDP's other reducer hands over a gradient and its parameter.
-        why = _NO_PYTHON_REDUCER if isinstance(bucket, tuple) else _NO_FSDP
+        why = "For a model of fully_shard, call register(model, compression, optimizer, replicate=mesh['replicate'])"
+        if isinstance(bucket, tuple):
+            # DDP's other reducer hands over a gradient and its parameter.
+            why = (
+                "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to "
+                "'ddp_optimizer'"
+            )
         raise TypeError(f"comm_hook must get the buckets of DistributedDataParallel, got {type(bucket)}. {why}")
 
 
-def _check_compression(compression: object) -> None:
+def check_compression(compression: object) -> None:
+    """Raise TypeError unless `compression` is a compressor of this package for PyTorch."""
     refuse_class(compression)
     if not isinstance(compression, TorchCompressor):
         raise TypeError(
