@@ -65,8 +65,6 @@ class DDPReducer(GroupReducer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._promised: list[tuple[Tensor, Future[Tensor]]] = []
-        """DDP's buckets of this step, and what tells DDP that each is reduced."""
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
         self._watches = self.active and self.optimizer is None
@@ -117,7 +115,7 @@ class DDPReducer(GroupReducer):
             return future
         try:
             self._take_bucket(bucket)
-            self._promised.append((buffer, future))
+            self._step.promised.append((buffer, future))
             if bucket.is_last():
                 self._finish()
         except BaseException:
@@ -128,7 +126,7 @@ class DDPReducer(GroupReducer):
     def _take_bucket(self, bucket: Any) -> None:
         if bucket.index() == 0:
             backward = torch._C._current_graph_task_id()
-            if self._promised and backward != self._backward:
+            if self._step.promised and backward != self._backward:
                 # Backward was interrupted.
                 self._give_up_reduction()
             self._backward = backward
@@ -157,17 +155,13 @@ class DDPReducer(GroupReducer):
             self._give_up_reduction()
         return super().state_dict()
 
-    def _give_up_reduction(self) -> None:
-        self._promised = []
-        super()._give_up_reduction()
-
     def _finish(self) -> None:
         """End the step. When DDP has ended its own, write the gradients that it has left out, and raise what all ranks raise.
 
         If that were raised before, training could not go on.
         """
-        error: BaseException | None
-        gradients, error = self._step.gradients, None
+        error: BaseException | None = None
+        gradients, promised = self._step.gradients, self._step.promised
         self._complete()
         try:
             assert self.pipeline is not None
@@ -196,6 +190,5 @@ class DDPReducer(GroupReducer):
         elif error is not None:
             # This rank has no data left, and takes part in the steps of the others: DDP's `join`.
             raise error
-        promised, self._promised = self._promised, []
         for buffer, future in promised:
             future.set_result(buffer)

@@ -23,17 +23,11 @@ Waiting = tuple[Tensor, Tensor, float]
 
 
 class Detached:
-    """Moves the parameters of a model while gradients are computed.
+    """Moves the parameters of an optimizer while gradients are computed.
 
-    From a forward pass in training until the end of backward they are `x - c eta e`, with this rank's residual e
-    (https://arxiv.org/abs/2004.05298). Steps, evaluations and `state_dict` see x, bit by bit.
-
-    The model is found in its first forward pass: it is the outermost module that has some of the parameters.
-
-    Args:
-        coefficient: c, in (0, 1].
-        parameters: those of the optimizer.
-        waiting: returns what waits between two steps.
+    From a forward pass in training until the end of backward they are `x - c eta e`, with the coefficient c in (0, 1] and
+    this rank's residual e (https://arxiv.org/abs/2004.05298), which `waiting` returns between two steps. Steps, evaluations
+    and `state_dict` see x, bit by bit. The model is the outermost module that has some of the parameters.
     """
 
     def __init__(

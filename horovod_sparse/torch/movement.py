@@ -18,11 +18,9 @@ Reduce = Callable[[dict[Tensor, Tensor]], None]
 
 
 class Movement:
-    """Parameters, and copies of them from before they moved, which are the same on all workers.
+    """Parameters that each worker moves alone, and `copies` of them from before, the same on all workers.
 
-    Args:
-        parameters: what each worker moves alone.
-        copies: one for each, in its type or a wider one.
+    The copies are in the parameters' types or wider ones.
     """
 
     def __init__(self, parameters: list[Tensor], copies: list[Tensor]) -> None:
@@ -83,12 +81,9 @@ class Updates:
     def step(self, own: Callable[[], Any], reduce: Reduce, give_up: Callable[[], None]) -> Any:
         """Let the optimizer step, and move the parameters by the mean of all workers' movements, then in their gradients.
 
-        If anything raises before the exchange has ended, the parameters are those of before the step.
-
-        Args:
-            own: the optimizer's own step, whose result is returned.
-            reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers.
-            give_up: is called if this worker does not get as far as `reduce`.
+        If anything raises before the exchange has ended, the parameters are those of before the step. Return the result of
+        the optimizer's `own` step. `reduce` replaces the movements, which are in the gradients of the parameters, by their
+        means over the workers. `give_up` is called if this worker does not get as far.
         """
         movement = Movement([], [])
         try:

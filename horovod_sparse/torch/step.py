@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from horovod_sparse.core.intake import Arrived
@@ -31,6 +32,8 @@ class Step:
     """The functions that wait for the first collective, by bucket."""
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     """The gradients of a `GroupReducer`, whose memory gets the reduced ones."""
+    promised: list[tuple[Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
+    """DDP's buckets, and what tells DDP that each is reduced."""
     numbers: Wait | None = None
     """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def hand_over(gradient: Tensor | None) -> Handed:
 
 def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
     """Return a parameter whose gradient is not what was handed over, or None. Waits once if some are on a device."""
-    later: list[tuple[Tensor, Tensor]] = []
+    later: dict[Tensor, Tensor] = {}
     for parameter, (gradient, version, sample, places) in handed.items():
         if parameter.grad is not gradient:
             return parameter
@@ -58,15 +58,15 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
             continue
         if version is not None and gradient._version != version:
             return parameter
-        if isinstance(sample, Tensor):
-            later.append((parameter, _differ(_sample(_dense(gradient), places), sample)))
-        elif sample and _sample(_dense(gradient), places) != sample:
+        now = _sample(_dense(gradient), places) if len(sample) else sample
+        if isinstance(sample, Tensor) and isinstance(now, Tensor):
+            # Bytes, because NaN is not equal to itself.
+            later[parameter] = (now.view(torch.uint8) != sample.view(torch.uint8)).any()
+        elif now != sample:
             return parameter
-    if later:
-        device = later[0][1].device
-        found = torch.stack([differ.to(device) for _, differ in later]).tolist()
-        return next((parameter for (parameter, _), differ in zip(later, found, strict=True) if differ), None)
-    return None
+    device = next((differ.device for differ in later.values()), None)
+    found = torch.stack([differ.to(device) for differ in later.values()]).tolist() if later else []
+    return next((parameter for parameter, differ in zip(later, found, strict=True) if differ), None)
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -79,12 +79,6 @@ def _sample(dense: Tensor, places: slice) -> bytes | Tensor:
     # In the order of the memory if that needs no copy.
     flat = dense.as_strided((dense.numel(),), (1,)) if _owns_its_memory(dense) else dense.reshape(-1)
     return flat[places].clone()
-
-
-def _differ(now: bytes | Tensor, before: Tensor) -> Tensor:
-    """Return whether entries differ, as a tensor on their device. Compares bytes, because NaN is not equal to itself."""
-    assert isinstance(now, Tensor)
-    return (now.view(torch.uint8) != before.view(torch.uint8)).any()
 
 
 def _owns_its_memory(dense: Tensor) -> bool:
