@@ -178,7 +178,7 @@ def register_sharded(
     reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
     if not reducer.active:
         return
-    reducer.serve(optimizer, optimizer.step, names, updates=updates)
+    reducer.serve(optimizer.step, names, updates=updates)
     replace_step(optimizer, reducer.step)
     # As the optimizers of Horovod have it.
     optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Puts reduced gradients where the optimizer looks for them. Never imports Horovod."""
+"""Writes reduced gradients in their types. Never imports Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,26 +12,6 @@ from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.ops.protocol import Part
 
 _WIDE = (torch.float32, torch.float64)
-
-
-def write_reduced(
-    slots: Sequence[Slot], reduced: Reduced, *, parameters: Mapping[str, Tensor], as_sparse: Collection[Tensor]
-) -> list[str]:
-    """Do as `write_to`, for the gradients of `parameters`, which are found by name, in their own memory where possible."""
-    targets: list[tuple[Slot, Tensor]] = []
-    for slot in slots:
-        parameter = parameters[slot.name]
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter)
-        targets.append((slot, parameter.grad))
-    beyond = write_to(targets, reduced)
-    for slot, target in targets if as_sparse else ():
-        # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-        if parameters[slot.name] in as_sparse:
-            parameters[slot.name].grad = target.to_sparse()
-    return beyond
 
 
 def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> list[str]:

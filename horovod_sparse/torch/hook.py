@@ -117,7 +117,7 @@ def register(
     reducer = DDPReducer(compression, group, names, optimizer)
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
     if optimizer is not None:
-        reducer.serve(optimizer, optimizer.step, names, updates=updates, moves=not absent)
+        reducer.serve(optimizer.step, names, updates=updates, moves=not absent)
         if reducer.updates is not None or reducer.momentum is not None:
             replace_step(optimizer, reducer.step)
 

@@ -47,7 +47,7 @@ from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
-from horovod_sparse.torch.gradients import write_reduced
+from horovod_sparse.torch.gradients import write_to
 from horovod_sparse.torch.movement import are_finite
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
@@ -76,7 +76,7 @@ class Reducer(TensorReducer):
         self._groups, self._sparse_as_dense = optimizer._p_to_group, optimizer.sparse_as_dense
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
-        self.serve(optimizer, own_step, optimizer._parameter_names, updates=updates)
+        self.serve(own_step, optimizer._parameter_names, updates=updates)
         self._forget_workers()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
@@ -193,8 +193,21 @@ class Reducer(TensorReducer):
         return lambda: (first(), second())[1]
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
-        routes = self._routes
-        return write_reduced(slots, reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
+        parameters, as_sparse = self._routes.in_buckets, self._routes.sparse_as_dense
+        targets: list[tuple[Slot, Tensor]] = []
+        for slot in slots:
+            parameter = parameters[slot.name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.empty_like(parameter)
+            targets.append((slot, parameter.grad))
+        beyond = write_to(targets, reduced)
+        for slot, target in targets if as_sparse else ():
+            # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
+            if parameters[slot.name] in as_sparse:
+                parameters[slot.name].grad = target.to_sparse()
+        return beyond
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad

@@ -228,18 +228,13 @@ class TensorReducer(Store):
     # --- updates in place of gradients, and parameters that move while gradients are computed ---
 
     def serve(
-        self,
-        optimizer: torch.optim.Optimizer,
-        own_step: Callable[..., Any],
-        names: Mapping[Tensor, str],
-        *,
-        updates: bool,
-        moves: bool = True,
+        self, own_step: Callable[..., Any], names: Mapping[Tensor, str], *, updates: bool, moves: bool = True
     ) -> None:
-        """Serve an optimizer: exchange its updates, or gradients, and then its momentum moves if it `moves`.
+        """Serve the optimizer: exchange its updates, or gradients, and then its momentum moves if it `moves`.
 
         `own_step` is the optimizer's own, and `names` are those of its parameters.
         """
+        optimizer = self.optimizer
         if self.active and updates:
             self.updates = Updates(optimizer)
             self.lengths.grow = divides(optimizer.param_groups)
