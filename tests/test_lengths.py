@@ -80,10 +80,9 @@ def test_a_saved_state_goes_on_alike() -> None:
     for one in (lengths, resumed):
         one.note([0.1, 0.2, 0.3])
     assert resumed.state() == lengths.state()
-    # Earlier releases, and compressors that exchange gradients, have none.
-    for state in (True, None):
-        resumed.load(state)
-        assert resumed.factor(4) == 1.0
+    # Compressors that exchange gradients have none.
+    resumed.load(None)
+    assert resumed.factor(4) == 1.0
 
 
 def test_sampled_positions_are_in_their_arrays_and_spread_over_all_entries() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import as_number, check_number
@@ -23,10 +22,6 @@ class ThresholdState(BucketState):
     """Factor that the residual was multiplied by."""
     rate: float = 1.0
     """The first learning rate that was not 0, with `lr_in_residual`; 0 until it is known."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # States of earlier releases have no rate, because their residuals were in units of the gradient, or no scale either.
-        super().load_state_dict({"scale": 1.0, "rate": 1.0, **state} if isinstance(state, Mapping) else state)
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)

@@ -52,9 +52,9 @@ class Lengths:
         """Return what `load` continues from."""
         return [self._own, self._mean]
 
-    def load(self, state: object) -> None:
-        """Continue from what `state` has returned. Earlier releases have saved no lengths."""
-        self._own, self._mean = state if isinstance(state, Sequence) else (0.0, 0.0)
+    def load(self, state: Sequence[float] | None) -> None:
+        """Continue from what `state` has returned; from nothing if that is None, because gradients are exchanged."""
+        self._own, self._mean = state or (0.0, 0.0)
 
 
 def sampled(sizes: Sequence[int]) -> list[NDArray[np.int64]]:

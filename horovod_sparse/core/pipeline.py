@@ -15,7 +15,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot, check_limits
-from horovod_sparse.core.residuals import Residuals, multiply
+from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
@@ -79,8 +79,6 @@ class Pipeline:
         self.dense: list[DenseBucket] = []
         self.intake = Intake(ops, compressor, world, averages=averages)
         self.bucket_of: dict[str, AnyBucket] = {}
-        self.in_gradients: set[str] = set()
-        """Buckets that were loaded in units of the gradient, until the learning rate is known that makes them updates."""
         self._step: Step | None = None
         """The step that has begun."""
         self.warned = False
@@ -177,8 +175,6 @@ class Pipeline:
         rates = [self.intake.rate(one) for one in arrived]
         step = self._begun()
         if bucket.name not in step.buckets:
-            if isinstance(bucket, Bucket) and bucket.name in self.in_gradients and max(rates) > 0.0:
-                self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
             step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
         bucket.take_in(arrived, rates, self.intake)
         return None if bucket.missing else bucket
@@ -297,15 +293,15 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it. Residuals
-        are in units of the gradient at "learning_rates": at 1.0 if they hold updates. Earlier releases have written others.
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        "learning_rates" has 1.0 for every residual if they hold updates, and is empty if they hold gradients.
         """
         self._finish()
         return {
             "version": VERSION,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": self.learning_rates,
+            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.in_updates else {},
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 
@@ -314,32 +310,10 @@ class Pipeline:
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self.abort()
         self.residuals.load_state_dict(state["residuals"])
-        if state["velocities"]:
-            self.velocities.load_state_dict(state["velocities"])
-        else:
-            self.velocities.reset()
-        rates = state["learning_rates"] if self.compressor.in_updates else {}
-        self.in_gradients = {bucket.name for bucket in self.buckets if self.compressor.in_updates}
+        self.velocities.load_state_dict(state["velocities"])
         for bucket in self.buckets:
             bucket.forget()
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
-            known = {name: rates[name] for name in bucket.slots if name in rates}
-            if known:
-                self.to_updates(bucket, known)
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """1.0, by name, for each parameter whose residual holds updates; nothing for those whose residuals hold gradients."""
-        known = [bucket for bucket in self.buckets if bucket.name not in self.in_gradients]
-        return {name: 1.0 for bucket in known for name in bucket.slots} if self.compressor.in_updates else {}
-
-    def to_updates(self, bucket: Bucket, rates: Mapping[str, float]) -> None:
-        """Bring residuals that were loaded in units of the gradient to those of the update, by learning rates > 0."""
-        self.in_gradients.discard(bucket.name)
-        for name, rate in rates.items():
-            multiply(self.residuals.view(name), rate)
-        bucket.forget()
-        bucket.state.rescale(max(rates.values()))
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
@@ -363,6 +337,5 @@ class Pipeline:
         self.abort()
         self.residuals.reset()
         self.velocities.reset()
-        self.in_gradients = set()
         for bucket in self.buckets:
             bucket.reset()

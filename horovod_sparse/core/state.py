@@ -108,18 +108,13 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     """Raise ValueError unless `state` is a state of this release and algorithm, for parameters of these shapes."""
     _check_kinds(state)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
-    if state["velocities"] or not compressor.takes_momentum:
-        # Otherwise the momentum was in the optimizer, whose own state still holds it.
-        _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
-    unknown = sorted(state["learning_rates"].keys() - residuals.keys())
-    if unknown:
-        raise ValueError(f"state['learning_rates'] must be of parameters with a residual, got {unknown} too")
-    # Other rates are those at which residuals of an earlier release, in units of the gradient, become updates.
-    if not compressor.in_updates and 1.0 in state["learning_rates"].values():
+    _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
+    mine = compressor.in_updates
+    if state["learning_rates"] != (dict.fromkeys(residuals, 1.0) if mine else {}):
         raise ValueError(
-            "state must be one with lr_in_residual=False, got one with lr_in_residual=True: its residuals are in units of the "
-            "update; make the compression with lr_in_residual=True, or leave it 'auto' and give the optimizer the momentum "
-            "that it had, or begin without this state"
+            f"state must be one with lr_in_residual={mine}, got one with lr_in_residual={not mine}: its residuals are in "
+            f"another unit; make the compression with lr_in_residual={not mine}, or leave it 'auto' and give the optimizer "
+            "the momentum that it had, or begin without this state"
         )
     _check_adaptive(state, compressor)
 
@@ -140,12 +135,9 @@ def _check_kinds(state: Any) -> None:
     for part in ARRAYS:
         for name, array in state[part].items():
             _check_array(f"state[{part!r}][{name!r}]", array)
-    for name, rate in state["learning_rates"].items():
-        is_rate = type(rate) in (int, float) and 0.0 < rate < math.inf
-        _check(f"['learning_rates'][{name!r}]", rate, "a finite number > 0", is_rate)
-    lengths = state.get("updates", True)
+    lengths = state.get("updates", [0.0, 0.0])
     kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
-    are_lengths = lengths is True or (kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf)
+    are_lengths = kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf
     _check("['updates']", lengths, "two finite numbers >= 0", are_lengths)
     sparse = state.get("sparse", [])
     _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))

@@ -288,8 +288,7 @@ class HostPipeline(Pipeline):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        # Earlier releases have written it for each parameter.
-        self._rate = state.get("rate", next(iter(state["learning_rates"].values()), None))
+        self._rate = state.get("rate")
 
 
 def _threads() -> int:

@@ -288,20 +288,19 @@ class TensorReducer(Store):
     def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
         """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
         pipeline, state = self.pipeline, self.deferred or empty_state()
-        residuals, known = state["residuals"], state["learning_rates"]
+        residuals = state["residuals"]
         if pipeline is not None:
             nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
             residuals = {} if nothing else {name: pipeline.residuals.view(name) for name in pipeline.residuals.shapes}
-            known = pipeline.learning_rates
         found, grown = [], self.lengths.factor(self._world)
         for group in optimizer.param_groups:
-            rate = 1.0 / grown if self._in_parameters else float(group["lr"])
+            rate = 1.0 / grown if self._in_parameters else 1.0 if self.compressor.in_updates else float(group["lr"])
             for parameter in group["params"]:
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:
                     # A state that was loaded may be in the host's memory.
                     residual = residuals[name].view(local_part(parameter).shape).to(parameter.device)
-                    found.append((parameter, residual, known.get(name, rate)))
+                    found.append((parameter, residual, rate))
         return found
 
     def note_reduced(self) -> None:

@@ -125,22 +125,6 @@ def a_step_that_raises_leaves_the_momentum_in_place() -> None:
     assert_identical(model)
 
 
-@scenario(MPI_2)
-def a_checkpoint_with_momentum_in_the_optimizer_goes_on() -> None:
-    model, before = small_model(), NoOp(granularity=BUCKET_BYTES, momentum=None)
-    dense = wrap(model, before)
-    train(model, dense, range(5))
-    again, compression = small_model(), NoOp(granularity=BUCKET_BYTES)
-    optimizer = wrap(again, compression)
-    again.load_state_dict(model.state_dict())
-    optimizer.load_state_dict(copy.deepcopy(dense.state_dict()))
-    # Its state has no velocities: the optimizer's has them.
-    compression.load_state_dict(before.state_dict())
-    for one, its in ((model, dense), (again, optimizer)):
-        train(one, its, range(5, 12))
-    assert_close(again, model)
-
-
 @scenario(MPI_2, TORCHRUN_2)
 def its_state_goes_on() -> None:
     def make() -> tuple[nn.Module, Any, Any]:
