@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -21,13 +21,9 @@ Adapt = Literal["paper", "robust"]
 FIRST_RATIO = 0.25
 """delta_1: fraction of the entries that the first of several stages aims at."""
 _FIRST_STAGES = 3
-"""M to start from with stages="auto", unless adapt="paper".
-
-Under error feedback fewer stages starve the bucket, because they underestimate a truncated bulk's tail.
-"""
+"""M to start from. Under error feedback fewer stages starve the bucket: they underestimate a truncated bulk's tail."""
 _PAPER_SLACK = 24.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, in
-docs/evidence/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count measured is 20 k (docs/evidence/estimation.md)."""
 TRUSTED = 2.0
 """The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO
@@ -83,12 +79,10 @@ class SIDCo(Compressor):
     which the previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated.
 
     Args:
-        ratio: fraction of entries to send, in (0, 1], or a schedule.
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let M follow the achieved count, per bucket.
-        adapt: "paper": M starts from 1 and follows the paper's rule. "robust": as above, and M may also move against the
-            paper's direction, which is wrong for heavy tails.
+        adapt: "paper" or "robust", as above. With "robust" M may also move against the paper's direction.
         others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k; 24 k with adapt="paper".
     """
 
@@ -127,7 +121,7 @@ class SIDCo(Compressor):
         tail = ops.measure(x, state.cut) if has_cut else None
         narrowed = ops
         if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
-            threshold, following = self.last_stage(state, tail, sums.count, sums.largest, aim)
+            threshold, following = self.last_stage(state.cut, tail, sums.count, sums.largest, aim, stages)
         else:
             threshold, following, narrowed = self._all_stages(ops, x, sums, aim, stages)
         if stages > 1:
@@ -158,10 +152,14 @@ class SIDCo(Compressor):
         return k / TRUSTED <= found <= k * TRUSTED
 
     def last_stage(
-        self, state: SIDCoState, tail: Sums, count: float, largest: float, aim: float
+        self, cut: float, tail: Sums, count: float, largest: float, aim: float, stages: int
     ) -> tuple[float, float]:
-        """See the function `last_stage`."""
-        return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
+        """Return the threshold fitted to the `tail` above a cut, and the next step's cut; infinity stands for no cut.
+
+        The next cut leaves as many of `count` entries that are not zero as stage M-1 aims at.
+        """
+        following = cut + self._tail_fit(tail, tail_aim(count, aim, stages) / tail.count)
+        return cut + self._tail_fit(tail, aim / tail.count), following if 0.0 < following < largest else math.inf
 
     def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
         """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
@@ -175,7 +173,8 @@ class SIDCo(Compressor):
 
         There must be more than k non-zero entries (k < sums.count). With several stages, the operations know what is above
         the first stage's threshold. With adapt="robust", a stage that leaves no more than k entries is the last, because a
-        ratio above 1 would extrapolate below the data: the `nearer` of its threshold and the one before is the result.
+        ratio above 1 would extrapolate below the data: of its threshold and the one before, that counts whose number of
+        entries is off by the smaller factor.
         """
         whole, cut = sums, math.inf
         if self.distribution == "gamma":
@@ -192,7 +191,8 @@ class SIDCo(Compressor):
             tail = narrowed.measure(x, threshold)
             if self.adapt == "robust":
                 if tail.count <= k:
-                    return nearer(previous, before, threshold, tail.count, k), cut, narrowed
+                    is_nearer = before * tail.count >= k * k
+                    return threshold if is_nearer else previous, cut, narrowed
                 step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
             elif tail.count < 2:
                 # The threshold is beyond the data: nothing is left to fit. The last threshold that left entries is better.
@@ -209,29 +209,6 @@ class SIDCo(Compressor):
         if self.distribution == "exponential":
             return fits.exponential(sums.mean, ratio)
         return fits.generalized_pareto(sums.mean, sums.variance, ratio)
-
-
-def last_stage(
-    cut: float,
-    tail: Sums,
-    count: float,
-    largest: float,
-    k: float,
-    stages: int,
-    fit: Callable[[Sums, float], float],
-) -> tuple[float, float]:
-    """Return the threshold fitted to the `tail` above a cut, and the next step's cut.
-
-    The next cut leaves as many entries as stage M-1 aims at; infinity stands for no cut. `count` entries are not zero,
-    and k are wanted.
-    """
-    following = cut + fit(tail, tail_aim(count, k, stages) / tail.count)
-    return cut + fit(tail, k / tail.count), following if 0.0 < following < largest else math.inf
-
-
-def nearer(previous: float, before: float, threshold: float, left: float, k: float) -> float:
-    """Return the threshold whose count is off by the smaller factor: `previous` leaves `before` > k, the other `left` <= k."""
-    return threshold if before * left >= k * k else previous
 
 
 def tail_aim(count: float, k: float, stages: int) -> float:

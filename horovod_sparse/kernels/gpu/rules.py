@@ -101,7 +101,7 @@ class Fitted(Rule):
             aim = self.compressor.aim_of(state, k, count)
             if self.compressor.trusts(found, k) and stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"])
-                _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
+                _, following = self.compressor.last_stage(state.cut, tail, count, numbers["largest"], aim, stages)
             self.compressor.learn(state, k, aim, found)
         state.cut = following if stages > 1 else math.inf
 
