@@ -1,7 +1,4 @@
-"""The algorithms, framework-neutral: one small file each.
-
-`__all__` is the one list of them. Adapters, tests, benchmarks and examples take the compressors from it.
-"""
+"""The algorithms, framework-neutral: one small file each. `__all__` is the one list of them."""
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
@@ -29,4 +26,3 @@ __all__ = [
 ]
 
 COMPRESSORS: tuple[type[Compressor], ...] = tuple(globals()[name] for name in __all__)
-"""The classes of the list."""

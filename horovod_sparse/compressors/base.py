@@ -48,7 +48,7 @@ Detachment = float | Literal["auto"]
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 _LARGE = 2**20
-"""Entries of a bucket for which warm-up compares exchanges."""
+"""Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 
@@ -77,11 +77,9 @@ class Compressor(ABC):
             the first step on. "auto" is 2.0 for a number as ratio, and None for a schedule and for Threshold.
         residual: whether what is not sent is kept and added to the next gradient (error feedback), or its type, "float32" or
             "float64". True takes float64 for float64 gradients, float32 for all others.
-        lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
-            (https://arxiv.org/abs/1809.07599): what is added and sent is eta times the gradient, and the reduced gradient is
-            what was sent, divided by eta. Gradients of steps with rate 0 add nothing, and what is sent in such a step is lost:
-            the reduced gradient is zero. Rates that are negative, NaN or infinite are refused, and so are those that float32
-            does not hold. "auto" is True where `momentum` is taken from an optimizer.
+        lr_in_residual: whether the residual is kept in units of the update (https://arxiv.org/abs/1809.07599): what is added
+            and sent is eta times the gradient, and the reduced gradient is what was sent, divided by eta; zero if eta is 0.
+            Rates must be 0, or > 0 as float32 too. "auto" is True where `momentum` is taken from an optimizer.
         momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none.
             "auto" takes that of PyTorch's and Keras' SGD: each worker applies it to its own gradients, and the optimizer steps
             without. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
@@ -89,32 +87,26 @@ class Compressor(ABC):
             gradients are refused, and with "auto" leave the momentum in the optimizer.
         clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
             of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
-            else (`Clip.limit`; Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip.
-            Entries that are NaN or infinity do not count. Embeddings with sparse gradients are not clipped.
+            else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
+            with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
             `SharedIndices`, or an `Exchange` of one's own. Which of them an algorithm can use depends on it. None takes its
             own, which for most is `Pairs()`.
         not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
-            raises FloatingPointError when the step is reduced, and the rank with that gradient names the parameter.
-            "propagate": the bucket's reduced gradient becomes NaN on every rank. Either way the residuals stay finite, and
-            what the step had sent returns to them.
+            raises FloatingPointError when the step is reduced. "propagate": the bucket's reduced gradient becomes NaN on every
+            rank. Either way the residuals stay finite, and what the step had sent returns to them.
         updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
             in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
             the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
-            `not_finite="raise"`, and neither `lr_in_residual` nor `clip`; with `momentum="auto"` the optimizer keeps its
-            own.
+            `not_finite="raise"`, and neither `lr_in_residual` nor `clip`.
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e. Where updates
-            are exchanged, eta is 1/s (`core.lengths.Lengths`). Steps, evaluations and `state_dict` see x. Needs the memory of
-            a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
-            `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
-            after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
-            (`Balanced`, `Hierarchical`).
-
-    Raises:
-        ValueError, TypeError: the message names the argument, its value and what was expected.
+            are exchanged, eta is 1/s (`core.lengths.Lengths`). Needs the memory of a second copy of the parameters, and
+            PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
+            with `not_finite="raise"`. It ends if gradients are changed after their reduction. 0 is error feedback as usual.
+            Refused where residuals hold what other workers have sent (`Balanced`, `Hierarchical`).
     """
 
     ratio: float | Schedule = field(kw_only=False)
@@ -134,7 +126,6 @@ class Compressor(ABC):
     detached: Detachment = "auto"
 
     default_slack: ClassVar[float] = 1.0
-    """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: ClassVar[bool] = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
     default_warmup: ClassVar[float | None] = 2.0
@@ -144,7 +135,6 @@ class Compressor(ABC):
     masks: ClassVar[bool] = False
     """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     default_exchange: ClassVar[Exchange] = Pairs()
-    """How selections are exchanged, unless the user says otherwise."""
     refuses: ClassVar[tuple[type[Exchange], ...]] = (Dense, SharedIndices, Union)
     """Exchanges that cannot be chosen. Of these the default may be an exception."""
     __signature__ = _Signature()
@@ -288,7 +278,8 @@ class Compressor(ABC):
         """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
         first = 0
         for stair in self.warmup_stairs():
-            if not self._sends_more(self.ratio_at(stair.start), world):
+            sparse = sum(one.bytes_sent(world) for one in self.rounds(_LARGE, self.ratio_at(stair.start), world))
+            if sparse <= allreduce_bytes(4 * _LARGE, world):
                 return stair.start
             first = stair.stop
         return first
@@ -296,11 +287,6 @@ class Compressor(ABC):
     def warmup_stairs(self) -> Iterable[range]:
         """Return the steps of each stair of a warm-up by age, in which the ratio stays the same."""
         return self._schedule.stairs() if isinstance(self._schedule, ByAge) else ()
-
-    def _sends_more(self, ratio: float, world: int) -> bool:
-        """Return whether the exchange sends more bytes than a dense allreduce of float32. It is the same for all buckets."""
-        sparse = self.rounds(_LARGE, ratio, world)
-        return sum(one.bytes_sent(world) for one in sparse) > allreduce_bytes(4 * _LARGE, world)
 
     def rounds(self, numel: int, ratio: float, world: int) -> Sequence[Round]:
         """Return the collectives of a bucket at a ratio."""
@@ -362,4 +348,3 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "updates": partial(check_choice, choices=(True, False, "auto")),
     "detached": number("in [0, 1], or 'auto'", lambda c: 0.0 <= c <= 1.0, "auto"),
 }
-"""What each argument of `Compressor` must be."""

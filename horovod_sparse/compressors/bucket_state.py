@@ -13,10 +13,7 @@ from typing import Any, ClassVar
 from horovod_sparse.exchange import regions
 
 _NEARLY = 0.95
-"""The next step's k-th largest magnitude will hardly be below this fraction of the last step's.
-
-About 1.4 k entries of an exponential tail exceed that fraction.
-"""
+"""The next step's k-th largest magnitude will hardly be below this fraction of the last step's."""
 _MOST_GROWTH = 1.1
 """The largest growth of the k-th largest magnitude, as a factor per step, that is assumed to continue."""
 _MOST_EXPECTED = 8
@@ -38,12 +35,10 @@ ALONE = Place()
 
 @dataclass
 class BucketState:
-    """What an algorithm carries from step to step for one bucket.
-
-    Subclasses add fields. `saved` names those that the next selection depends on: plain numbers, strings and lists.
-    """
+    """What an algorithm carries from step to step for one bucket. Subclasses add fields."""
 
     saved: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that the next selection depends on: plain numbers, strings and lists."""
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
     """Least and largest value of saved fields; a state outside these ranges is refused."""
 
@@ -82,7 +77,6 @@ class BucketState:
                 f"adaptive state must have bounds that ascend from 0, got {state['bounds']!r}; the state is damaged"
             )
         for name, (least, most) in self.ranges.items():
-            # NaN is in no range.
             if not least <= state[name] <= most:
                 raise ValueError(
                     f"adaptive state must have {name} in [{least:g}, {most:g}], got {state[name]!r}; the state is damaged"

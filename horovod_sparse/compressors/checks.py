@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import Any
@@ -15,29 +14,22 @@ from horovod_sparse.ops.protocol import Array, Selection
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy scalar as a number of Python's, and everything else as it is.
-
-    Settings are compared between ranks by their `repr`, and a NumPy scalar has another one.
-    """
+    """Return a NumPy scalar as a number of Python's, because ranks compare settings by their `repr`."""
     return value.item() if isinstance(value, np.generic) else value
 
 
-def as_number(value: object) -> float:
-    """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
-    value = plain(value)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
-def check_number(name: str, value: object, expected: str, holds: bool) -> None:
-    """Raise ValueError unless the condition on a number holds."""
-    if not holds:
+def check_number(name: str, given: object, expected: str, holds: Callable[[float], bool]) -> None:
+    """Raise ValueError unless a value is a number for which the condition holds. NaN fails every range."""
+    value = plain(given)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and holds(float(value))):
         remedy = f", a string; write {name}={value}" if isinstance(value, str) else ""
-        raise ValueError(f"{name} must be {expected}, got {value!r}{remedy}")
+        raise ValueError(f"{name} must be {expected}, got {given!r}{remedy}")
 
 
 def check_fraction(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a number in (0, 1]."""
-    check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
+    check_number(name, value, "in (0, 1]", lambda fraction: 0.0 < fraction <= 1.0)
 
 
 def check_integer(name: str, value: object, least: int) -> None:
@@ -111,16 +103,13 @@ def number(expected: str, holds: Callable[[float], bool], *others: object) -> Ca
 
     def check(name: str, value: object) -> None:
         if value not in others:
-            check_number(name, value, expected, holds(as_number(value)))
+            check_number(name, value, expected, holds)
 
     return check
 
 
 def check_selection(name: str, selection: Selection, x: Array, capacity: int) -> Selection:
-    """Return what `select` of the class `name` has returned. Raise TypeError or ValueError if that is no selection from `x`.
-
-    The indices themselves are looked at on the host only. A device is not waited for.
-    """
+    """Return what `select` of the class `name` has returned. Raise TypeError or ValueError if that is no selection from `x`."""
     kind, what = _flaw(selection, x, capacity)
     if what:
         raise kind(
@@ -148,6 +137,7 @@ def _flaw(selection: object, x: Array, capacity: int) -> tuple[type[Exception], 
         return ValueError, f"indices of shape {tuple(indices.shape)}"
     if place != device:
         return ValueError, f"indices on {place} for entries on {device}"
+    # A device is not waited for.
     if device == "cpu" and len(indices):
         first, last = int(indices[0]), int(indices[-1])
         if not bool((indices[1:] > indices[:-1]).all()):

@@ -20,7 +20,7 @@ _MOST_ADAPTATIONS = 10
 class DGC(Compressor):
     """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k of the accumulated velocity.
 
-    `U = m U + G; V = V + U`. The threshold eta is the (delta n)-th largest of a sample of n magnitudes of V. Entries that
+    `U = m U + G; V = V + U`. The threshold eta is the (ratio n)-th largest of n sampled magnitudes of V. Entries that
     exceed eta are sent and become zero in V and U (momentum factor masking). If more than 1.3 k entries exceed eta, the
     exact top-k of them is sent. If fewer than 0.8 k do, eta is lowered by the factor 0.8, at most 10 times.
 
@@ -28,10 +28,7 @@ class DGC(Compressor):
     sampled top-k with error feedback.
 
     Args:
-        ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
-        clip: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
-            in the unit that `Compressor` describes; None does not clip.
-        sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
+        sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/ratio entries are sampled.
         seed: seed of the sample's random start, an int >= 0.
         others: those of `Compressor`. Message capacity is 1.3 k unless `slack` says otherwise.
     """

@@ -54,10 +54,8 @@ class RandomCompressor(Compressor):
     """Base of compressors that choose entries at random: the same on all workers (only values are sent), or each its own.
 
     Args:
-        ratio: fraction of entries to send, in (0, 1], or a schedule.
         seed: seed of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
-        exchange: with `SharedIndices()`, which None takes, all workers draw the same entries, so that the reduced gradient is
-            as sparse as one worker's share. With all others each worker draws its own.
+        exchange: with `SharedIndices()`, which None takes, all workers draw the same entries, with all others each its own.
         others: those of `Compressor`. Message capacity is exactly k.
     """
 

@@ -20,13 +20,12 @@ LOWER, RAISE = 0.5, 1.5
 TOLERANCE = 0.1
 RECENTRE = 0.05
 _PAPER_SLACK = 48.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, in
-docs/evidence/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count measured is 41 k (docs/evidence/estimation.md)."""
 
 
 @dataclass
 class GaussianKState(BucketState):
-    """With refine="exact": about the last threshold divided by the fitted one."""
+    """`factor`, with refine="exact", is about the last threshold divided by the fitted one."""
 
     saved: ClassVar[tuple[str, ...]] = ("factor",)
     ranges = BucketState.ranges | {"factor": POSITIVE}
@@ -38,10 +37,9 @@ class GaussianK(Compressor):
     """GaussianK-SGD (https://arxiv.org/abs/1911.08772): `eta = sigma z`, `z = -Phi^-1(delta/2)`, then corrections.
 
     sigma^2 is the mean of u^2 (a gradient's mean is negligible beside its deviation, and magnitudes are compared with
-    zero), and the quantile is two-sided, since magnitudes are selected.
+    zero), and the quantile is two-sided, since magnitudes are selected. delta is the ratio.
 
     Args:
-        ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
         refine: "paper": eta is corrected at most twice. It is halved if fewer than 2k/3 entries exceed it, and multiplied by
             1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "exact": eta is multiplied by a
             factor that earlier steps have found. If its count is more than 10 % off, the k largest entries are sent instead,

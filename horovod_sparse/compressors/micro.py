@@ -24,7 +24,6 @@ class MiCROState(BucketState):
     current: float = 0.0
     """Threshold of the next step; 0 until something has been selected."""
     excess: float = 0.0
-    """See `next_threshold`."""
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
@@ -45,9 +44,8 @@ class MiCRO(Compressor):
     Args:
         ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
         scaling: "two_sided": the threshold moves up and down, and if too many entries were selected, fewer are selected later.
-            "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
-            only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
-            up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
+            "paper": the published rule (`next_threshold`), which ends at about 0.94 k. The threshold is too low while
+            residuals grow, in the first hundreds of steps: up to 12 k entries exceed it at ratio 0.01, up to 63 k at 0.001.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise.
     """
 

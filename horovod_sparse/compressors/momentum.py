@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_sparse.compressors.checks import as_number, check_boolean, check_choice, check_number, plain, shown
+from horovod_sparse.compressors.checks import check_boolean, check_choice, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
@@ -16,16 +16,13 @@ class MomentumCorrection:
     """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
 
     The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
-    `V = V + G + m U`. Entries are selected from V. The optimizer must then have no momentum of its own.
+    `V = V + G + m U`. Entries are selected from V. The optimizer must have no momentum of its own.
 
     Args:
         momentum: m, in [0, 1).
         nesterov: whether to use Nesterov's form.
         masking: whether U, like V, becomes zero where entries were sent, so that stale momentum stops there. With ratio 1
             the result is plain SGD, since everything is sent in every step.
-
-    Raises:
-        ValueError: naming the argument and its value.
     """
 
     momentum: float = 0.9
@@ -35,7 +32,7 @@ class MomentumCorrection:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
-        check_number("momentum", self.momentum, "in [0, 1)", 0.0 <= as_number(self.momentum) < 1.0)
+        check_number("momentum", self.momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
         check_boolean("nesterov", self.nesterov)
         check_boolean("masking", self.masking)
 
@@ -56,7 +53,7 @@ def check_momentum(name: str, value: object) -> None:
     if isinstance(value, str):
         check_choice(name, value, ("auto", None))
     elif value is not None and not isinstance(value, MomentumCorrection):
-        check_number(name, value, "in [0, 1), a MomentumCorrection, 'auto' or None", 0.0 <= as_number(value) < 1.0)
+        check_number(name, value, "in [0, 1), a MomentumCorrection, 'auto' or None", lambda m: 0.0 <= m < 1.0)
 
 
 @dataclass(frozen=True)
@@ -67,32 +64,29 @@ class Clip:
         norm: about the largest norm of the reduced gradient if the workers' gradients are independent, finite, > 0.
         scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
             together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
-
-    Raises:
-        ValueError: naming the argument and its value.
     """
 
     norm: float
     scope: Literal["layer", "model"] = "layer"
 
     def __post_init__(self) -> None:
-        check_number("clip", self.norm, "a finite norm > 0, a Clip or None", 0.0 < as_number(self.norm) < math.inf)
+        check_number("clip", self.norm, "a finite norm > 0, a Clip or None", lambda norm: 0.0 < norm < math.inf)
         check_choice("scope", self.scope, ("layer", "model"))
         # Ranks compare settings as they are shown: 1 and 1.0 are the same norm.
         object.__setattr__(self, "norm", float(self.norm))
 
     def limit(self, world: int, *, averages: bool) -> float:
-        """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum.
-
-        The mean of `world` independent gradients of the first norm has norm `norm`, and so has the sum of those of the second.
-        """
+        """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum."""
         return self.norm * math.sqrt(world) if averages else self.norm / math.sqrt(world)
 
 
 def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:
     """Return a copy of one parameter's gradient as `dtype`, scaled down if the norm of its finite entries exceeds `limit`."""
-    flat = _flat(ops, gradient, dtype)
-    return _scale(flat, _factor(_finite_norm(ops, flat, dtype), limit)).reshape(gradient.shape)
+    copied = scaled(ops, gradient, 1.0, dtype)
+    factor = _factor([_finite_norm(ops, copied.reshape(-1), dtype)], limit)
+    if factor != 1.0:
+        copied *= factor
+    return copied
 
 
 def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
@@ -100,28 +94,21 @@ def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
     norms = []
     for gradient in gradients:
         dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
-        norms.append(_finite_norm(ops, _flat(ops, gradient, dtype), dtype))
-    return _factor(math.hypot(*norms), limit)
+        norms.append(_finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype))
+    return _factor(norms, limit)
 
 
 def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
     """Return a copy of a gradient times `factor`, as `dtype`."""
-    return _scale(_flat(ops, gradient, dtype), factor).reshape(gradient.shape)
-
-
-def _flat(ops: Ops, gradient: Array, dtype: str) -> Array:
-    flat = ops.zeros(math.prod(gradient.shape), dtype, gradient)
-    ops.assign(flat, gradient)
-    return flat
-
-
-def _scale(flat: Array, factor: float) -> Array:
+    copied = ops.zeros(math.prod(gradient.shape), dtype, gradient)
+    ops.assign(copied, gradient)
     if factor != 1.0:
-        flat *= factor
-    return flat
+        copied *= factor
+    return copied.reshape(gradient.shape)
 
 
-def _factor(norm: float, limit: float) -> float:
+def _factor(norms: Sequence[float], limit: float) -> float:
+    norm = math.hypot(*norms)
     return min(1.0, limit / norm) if norm > 0.0 else 1.0
 
 

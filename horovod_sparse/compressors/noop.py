@@ -13,9 +13,9 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class NoOp(Compressor):
-    """Sends every entry (ratio 1) by allreduce. It shows what the path itself costs, and tells its errors from an algorithm's.
+    """Sends every entry (ratio 1) by allreduce, which shows what the path itself costs.
 
-    Args: those of `Compressor` except `ratio` and `exchange`. It sends 4 bytes per entry, as dense float32 does.
+    Args: those of `Compressor` except `ratio` and `exchange`.
     """
 
     default_exchange = Dense()

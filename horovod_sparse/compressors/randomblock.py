@@ -16,8 +16,7 @@ class RandomBlock(RandomCompressor):
     """A block of k neighbouring entries that begins anywhere and wraps around the end (https://arxiv.org/abs/2009.09271).
 
     The start is uniform on {0, ..., d - 1}, so every entry is sent with probability exactly k/d, and
-    `E||u - C(u)||^2 = (1 - k/d) ||u||^2`. (Blocks aligned to multiples of k would never send the last d mod k entries.)
-    If a bucket is large, most layers get no update in a step.
+    `E||u - C(u)||^2 = (1 - k/d) ||u||^2`. If a bucket is large, most layers get no update in a step.
 
     Args: those of `RandomCompressor`.
     """

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 
 class Schedule(ABC):
-    """The ratio as a function of the step. `repr` must differ between two different schedules, as a dataclass's does.
-
-    The message's shape depends on the ratio, and every new shape costs Horovod a negotiation: change it seldom, in stairs.
-    """
+    """The ratio as a function of the step; change it seldom, in stairs. `repr` must differ between two different schedules."""
 
     @property
     @abstractmethod
@@ -31,10 +28,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class ByAge(Schedule):
-    """The ratio `max(end, c/(t+1))` of step t, in stairs of a factor sqrt(2), rounded up; at most 1.
-
-    With `c=0` it is `end` in all steps. With `c=1` no entry waits longer than training is old.
-    """
+    """The ratio `max(end, c/(t+1))` of step t, in stairs of a factor sqrt(2), rounded up; at most 1."""
 
     end: float
     c: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
-from horovod_sparse.compressors.checks import as_number, check_number
+from horovod_sparse.compressors.checks import check_number
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -38,8 +38,7 @@ class Threshold(Compressor):
     As long as the message has room, every entry of the residual stays within the threshold, so the total error is bounded.
 
     With feedback, more entries are sent than exceed the threshold t in one gradient: a sum of independent entries of
-    deviation s leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is
-    sent in every step. This factor of 10 is smaller with heavier tails, and larger with a larger t.
+    deviation s leaves [-t, t] after about `(t/s + 0.6)^2` steps.
 
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
@@ -58,9 +57,7 @@ class Threshold(Compressor):
     threshold: float = field(kw_only=False)
 
     def __post_init__(self) -> None:
-        check_number(
-            "threshold", self.threshold, "a finite magnitude >= 0", 0.0 <= as_number(self.threshold) < math.inf
-        )
+        check_number("threshold", self.threshold, "a finite magnitude >= 0", lambda number: 0.0 <= number < math.inf)
         self.threshold = float(self.threshold)
         super().__post_init__()
 

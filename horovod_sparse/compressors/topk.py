@@ -10,12 +10,10 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 class TopK(Compressor):
     """Selects the k entries of largest magnitude; among equal magnitudes those with the lowest indices.
 
-    `||u - TopK(u)||^2 <= (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599).
-    The selection is exact, but the search for the k-th largest is expensive. With the residual this is Sparsified SGD with
-    Memory, if the optimizer is SGD without momentum, and the learning rate is constant or `lr_in_residual` is set.
+    `||u - TopK(u)||^2 <= (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599). With `lr_in_residual=True`
+    and an optimizer without momentum this is Sparsified SGD with Memory.
 
     Args:
-        ratio: fraction of entries to send, in (0, 1], or a schedule.
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 

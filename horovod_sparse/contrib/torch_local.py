@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.compressors.checks import as_number, check_fraction, check_number
+from horovod_sparse.compressors.checks import check_fraction, check_number
 from horovod_sparse.core.agreement import check_moves, compare, divides, refuse_detached
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
@@ -66,9 +66,9 @@ class Outer:
         check_fraction("residual_decay", self.residual_decay)
         if self.outer_lr != "auto":
             expected = "'auto' or a finite number > 0"
-            check_number("outer_lr", self.outer_lr, expected, 0.0 < as_number(self.outer_lr) < math.inf)
-        check_number("outer_momentum", self.outer_momentum, "in [0, 1)", 0.0 <= as_number(self.outer_momentum) < 1.0)
-        check_number("keep", self.keep, "in [0, 1]", 0.0 <= as_number(self.keep) <= 1.0)
+            check_number("outer_lr", self.outer_lr, expected, lambda rate: 0.0 < rate < math.inf)
+        check_number("outer_momentum", self.outer_momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
+        check_number("keep", self.keep, "in [0, 1]", lambda keep: 0.0 <= keep <= 1.0)
 
     def step(self, mean: Tensor, momentum: Tensor | None) -> None:
         """Turn the mean of what was sent into the step of a shared parameter. `momentum` changes, if there is one."""
