@@ -18,7 +18,7 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch.gradients import write_to
 
@@ -57,13 +57,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "another version": (lambda state: {**state, "version": 1}, "state must have version 3, got 1"),
     "a part is None": (lambda state: {**state, "velocities": None}, "must"),
     "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "learning_rates"}, "must"),
-    "a residual is missing": (
-        lambda state: _without(state, "residuals", "head"),
-        r"missing: \['head'\], unexpected: \[\]",
-    ),
+    "a residual is missing": (lambda state: _without(state, "residuals", "head"), r"one of them lacks \['head'\]"),
     "a residual more": (
         lambda state: _changed(state, "residuals", more=np.zeros(3)),
-        r"missing: \[\], unexpected: \['more'\]",
+        r"one of them lacks \['more'\]",
     ),
     "another shape": (
         lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
@@ -298,7 +295,7 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
     """What is reduced dense in half precision gets its momentum from a velocity of more range."""
     backend = next(one for one in BACKENDS if one.name == "torch")
     pipeline = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(0.9), warmup=None), {})
-    layout = Layout.of([("p", (4,))], "float32")
+    layout = Layout.of([Parameter("p", (4,), "float32", "cpu")])
     pipeline.add_dense([layout], lambda name: torch.zeros(1))
     for step in range(2):
         pipeline.start_step()

@@ -50,10 +50,7 @@ def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[A
 
 
 def check_steps(steps: Sequence[int], rank: int) -> None:
-    """Raise RuntimeError on every rank if their steps differ: a ratio that changes makes messages of other sizes.
-
-    Ask in every step, also after the ratio has come down: another rank may have loaded a state of an earlier step.
-    """
+    """Raise RuntimeError on every rank if their steps differ: a ratio that changes makes messages of other sizes."""
     if len(set(steps)) > 1:
         raise RuntimeError(
             f"rank {rank}: the ranks are in different steps of a ratio that changes, {[*steps]}; load the state on every rank "
@@ -150,10 +147,7 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
 
 
 def warn_unseen(c: Compressor, name: str, groups: Sequence[Mapping[str, object]], instead: str) -> None:
-    """Warn of an optimizer that steps with reduced gradients, but that the compressor does not see, if this trains worse.
-
-    `name` and `groups` are as in `check_optimizer`; `instead` tells what to write.
-    """
+    """Warn of an optimizer as in `check_optimizer` that the compressor does not see, if this trains worse than `instead`."""
     by_updates = c.updates == "auto" and divides(groups)
     has_momentum = c.momentum == "auto" and c.residual and any(group.get("momentum") for group in groups)
     if c.ratio == 1.0 or not (by_updates or has_momentum):
@@ -177,10 +171,7 @@ def check_dampening(groups: Iterable[Mapping[str, object]]) -> None:
 
 
 def exchanges_updates(c: Compressor, groups: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether updates are exchanged in place of gradients, for an optimizer with these settings.
-
-    Raise ValueError if they are, and the compressor does what has no meaning then.
-    """
+    """Return whether updates are exchanged in place of gradients, for an optimizer with these settings (`check_moves`)."""
     updates = (divides(groups) and c.ratio != 1.0) if c.updates == "auto" else c.updates
     if updates:
         check_moves(c, "where updates are exchanged, as for Adam (updates=False exchanges gradients)")
@@ -204,10 +195,7 @@ def refuse_detached(
 
 
 def check_moves(c: Compressor, where: str) -> None:
-    """Let a compressor take movements of parameters: with `momentum="auto"` there is none before the selection.
-
-    Raise ValueError if it does what has no meaning for them. `where` tells who has them.
-    """
+    """Let a compressor take movements of parameters. Raise ValueError if it does what has no meaning for them."""
     if c.momentum == "auto":
         c.move_momentum(0.0, nesterov=False)
     for name, value, needed, why in (

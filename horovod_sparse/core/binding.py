@@ -20,20 +20,16 @@ from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
 _serving: WeakSet[BoundCompressor] = WeakSet()
-"""The compressors in this process that serve an optimizer or tape."""
 
 
 class BoundCompressor(Compressor):
-    """A sparsifier that serves one optimizer.
-
-    Residuals and adaptive state are this rank's own; save them on every rank beside the optimizer's.
-    """
+    """A sparsifier that serves one optimizer. Residuals and adaptive state are this rank's own."""
 
     _store: Store | None = None
     _calls: int = 0
 
     def __init_subclass__(cls) -> None:
-        """Give a class without a docstring that of its algorithm, which is the last of its bases."""
+        """Give a class without a docstring that of its algorithm."""
         super().__init_subclass__()
         if cls.__doc__ is None:
             cls.__doc__ = cls.__bases__[-1].__doc__
@@ -87,12 +83,14 @@ class BoundCompressor(Compressor):
     @property
     def steps(self) -> int:
         """Number of steps that `stats` counts, without the cost of computing the rest."""
-        return 0 if self._store is None else self._store.steps
+        pipeline = None if self._store is None else self._store.pipeline
+        return 0 if pipeline is None else pipeline.steps
 
     @property
     def residual_bytes(self) -> int:
         """Memory that this rank's residuals take, in bytes; 0 before the first step."""
-        return 0 if self._store is None else self._store.residual_bytes
+        pipeline = None if self._store is None else self._store.pipeline
+        return 0 if pipeline is None else pipeline.residuals.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
@@ -153,10 +151,8 @@ def check_kind(compression: object, kind: type, module: str) -> None:
 
 
 def refuse_join() -> None:
-    """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang.
-
-    The error is no RuntimeError, which stock `hvd.join` would turn into one that elastic jobs try again after.
-    """
+    """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang."""
+    # It would turn a RuntimeError into one that elastic jobs try again after.
 
     def compressing() -> list[BoundCompressor]:
         return [one for one in _serving if one.store is not None and one.store.active]

@@ -1,4 +1,4 @@
-"""One bucket on this rank: its memory, its adaptive state and its current step. Imports no framework."""
+"""One bucket on this rank: its memory, its adaptive state and its current step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _LASTING, _FEW_STEPS = 100, 5
 
 
 class Bucket:
-    """One bucket on this rank. It is the `protocols.Sender` of its exchange.
-
-    `buffer` is the residual, and during a step also the gradients that have arrived. Both arrays belong to the pipeline.
-    """
+    """One bucket on this rank: the `protocols.Sender` of its exchange. `buffer` and `velocity` belong to the pipeline."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: list[Entries] = []
-        """Entries of the residual that were taken, with the values that they had before. They are the residual's own."""
+        """Entries of the residual that were taken, with the values that they had before."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
@@ -280,14 +277,11 @@ class Bucket:
                 for array, copied in zip(self._arrays, before.copies, strict=True):
                     self.ops.assign(array, copied)
 
-    @property
-    def lacks_room(self) -> bool:
-        """Whether messages have been too small for long, or for some steps so small that most entries had no room."""
+    def warn_truncated(self) -> bool:
+        """Warn and return True if messages have lacked room for long, or for some steps for most of the entries."""
         last = self.tally.last
-        return self.tally.truncated_steps >= (_FEW_STEPS if last.truncated > last.sent else _LASTING)
-
-    def warn_truncated(self) -> None:
-        last = self.tally.last
+        if self.tally.truncated_steps < (_FEW_STEPS if last.truncated > last.sent else _LASTING):
+            return False
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {self.tally.truncated_steps} steps more entries of bucket {self.name!r} "
             f"qualified than its message has room for (in the last step {last.sent + last.truncated:.0f}, room for "
@@ -295,6 +289,7 @@ class Bucket:
             f"Raise slack (now {self.compressor.slack:g}) or ratio or, with Threshold, the threshold",
             stacklevel=2,
         )
+        return True
 
     def _commit(self) -> None:
         """Keep what is left: what was taken has been sent."""

@@ -1,9 +1,7 @@
 """Checkpoints: a file of every rank and a shared one, complete or not there, loaded or not at all. Imports no framework.
 
 A checkpoint is a folder `step-000000500`. It has another name until all files are on the disk, and a manifest with their sizes
-and digests. So it is complete, whatever the moment at which a process was killed. All ranks must see the same folder.
-
-Errors are agreed on: whatever a rank raises, all of them raise. What objects hold, and how it is set, adapters know.
+and digests. Whatever a rank raises, all of them raise. What objects hold, and how it is set, adapters know.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 26
 """In bytes; enough for half a million ranks."""
 SHARED = "shared"
-"""The name of the file that is the same for all ranks; rank 0 writes it."""
+"""The name of the file that rank 0 writes for all ranks."""
 LOCK = ".lock"
 
 _NAME = re.compile(r"(\.replaced-)?step-([0-9]{9}|[1-9][0-9]{9,})")
@@ -49,7 +47,6 @@ _UNFINISHED = ".unfinished-"
 Damaged = Literal["skip", "raise"]
 Folder = str | os.PathLike[str]
 Objects = Mapping[str, Any]
-"""What is saved or loaded, by name."""
 State = dict[str, Any]
 T = TypeVar("T")
 
@@ -127,10 +124,7 @@ def rank_file(rank: int) -> str:
 
 
 def continued_by(rank: int, size: int, saved: int) -> list[int]:
-    """Return the ranks, of the `saved` ones, that rank `rank` of `size` continues: each is continued by exactly one.
-
-    The list is empty for a rank that is new.
-    """
+    """Return the ranks, of the `saved` ones, that rank `rank` of `size` continues: each is continued by exactly one."""
     return list(range(rank, saved, size))
 
 
@@ -140,7 +134,6 @@ class Checkpoints:
 
     workers: Callable[[], Workers]
     compressors: Callable[[Objects], Mapping[str, BoundCompressor]]
-    """Returns the compressors of the objects."""
     own: Callable[[Objects], bytes]
     """Returns the content of this rank's file: among others "compression", the states of the compressors, and "random"."""
     shared: Callable[[Objects], bytes]
@@ -148,8 +141,8 @@ class Checkpoints:
     decode: Callable[[bytes], State]
     """Reads the content of a file. It raises ValueError if it cannot."""
     check: Callable[[Objects, State, State], tuple[Collection[str], State]]
-    """Takes what is in the shared file and in this rank's, before they are loaded. Returns the names that were saved, and what
-    can be returned of them. Gives up steps that go on. It raises ValueError if an object can take no state."""
+    """Takes both contents before they are loaded, and gives up steps that go on. Returns the names that were saved, and the
+    values that can be returned. It raises ValueError if an object can take no state."""
     set: Callable[[Objects, State, State], None]
     """Loads both into the objects. It raises if they do not fit; some may be loaded then."""
     passes: Callable[[Any], int] = lambda one: 0
@@ -161,7 +154,7 @@ class Checkpoints:
         It holds `objects`, the state of the optimizers' compressors, and the states of the random generators of PyTorch, NumPy
         and Python. Models and optimizers of rank 0 are saved for all ranks. Everything else is saved for every rank, also
         buffers of PyTorch's models, variables of TensorFlow that are not trainable, and optimizers whose updates are exchanged.
-        Numbers of NumPy's become Python's. Blocks until the checkpoint is on the disk.
+        Blocks until the checkpoint is on the disk.
 
         Args:
             folder: the folder of all checkpoints of this job, on a file system that all hosts share.
@@ -239,8 +232,8 @@ class Checkpoints:
 
         Raises:
             ValueError: `damaged` is neither.
-            RuntimeError: on every rank, if there are checkpoints and none can be read, if the newest is damaged and
-                damaged="raise", or if it does not fit the objects. These are then as before.
+            RuntimeError: on every rank, if none of the checkpoints can be read, if the newest is damaged and damaged="raise",
+                or if it does not fit the objects. These are then as before.
         """
         workers = self.workers()
         found = _newest(Path(folder), workers, damaged)
@@ -261,10 +254,7 @@ class Checkpoints:
         return Checkpoint(found.step, values)
 
     def _load(self, objects: Objects, found: Loaded, undo: ExitStack) -> State:
-        """Load a checkpoint, and return what is left. Whatever is changed, `undo` brings back.
-
-        Whether an object takes a state is known only when it has been loaded: a module loads what fits, and raises then.
-        """
+        """Load a checkpoint, and return what is left. Whatever is changed, `undo` brings back: an object may raise half-way."""
         shared, (own, *others) = self.decode(found.shared), [self.decode(one) for one in found.own]
         names, values = self.check(objects, shared, own)
         unknown = sorted(objects.keys() - names)
@@ -391,10 +381,7 @@ def _complete(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> Non
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
-    """Remove what other saves have left unfinished, and all checkpoints before `step` but the newest.
-
-    Later ones stay, although they must be of another run: only the user knows whether they are needed.
-    """
+    """Remove what other saves have left unfinished, and all checkpoints before `step` but the newest. Later ones stay."""
     unfinished = [path for path in folder.iterdir() if path.name.startswith(_UNFINISHED)]
     older = [(number, path) for number, path in _checkpoints(folder) if number <= step]
     # Of a step that was replaced, the first is the new one.

@@ -27,8 +27,7 @@ def arriving(missing: set[str], name: str) -> None:
 class DenseBucket:
     """Parameters whose gradients are summed by one allreduce, in the type that residuals have.
 
-    They have no residual. With momentum before the selection they get theirs after the reduction, from a velocity that is the
-    same on all ranks and belongs to the pipeline.
+    With momentum before the selection they get theirs after the reduction. `velocity` is the same on all ranks.
     """
 
     stands_in = None
@@ -39,7 +38,6 @@ class DenseBucket:
         self.layout = layout
         self.name = layout.name
         self.slots = {slot.name: slot for slot in layout.slots}
-        self.world = world
         self.rank = rank
         self.bytes_sent = allreduce_bytes(layout.numel * np.dtype(layout.residual_dtype).itemsize, world)
         """In each step."""
@@ -50,9 +48,7 @@ class DenseBucket:
     def close(self) -> None:
         """Forget the step that has ended."""
         self.missing = set(self.slots)
-        """Parameters whose gradient has not arrived in this step."""
         self.rounds = 0
-        """Collectives begun in this step."""
         self._gradients: dict[str, Array] = {}
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:

@@ -19,7 +19,6 @@ class Arrived(NamedTuple):
     gradient: Array | None
     """None if the parameter has no gradient in this step."""
     learning_rate: float | None = None
-    """Learning rate of the step, for `lr_in_residual`."""
 
 
 class Intake:

@@ -45,14 +45,14 @@ class Layout:
     residual_dtype: str
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], residual_dtype: str) -> Layout:
-        """Lay out parameters, given by name and shape."""
+    def of(cls, members: Sequence[Parameter]) -> Layout:
+        """Lay out parameters of one residual type."""
         slots: list[Slot] = []
         offset = 0
-        for name, shape in shapes:
-            slots.append(Slot(name, offset, math.prod(shape), shape))
-            offset += slots[-1].numel
-        return cls(tuple(slots), residual_dtype)
+        for one in members:
+            slots.append(Slot(one.name, offset, one.numel, one.shape))
+            offset += one.numel
+        return cls(tuple(slots), members[0].residual_dtype)
 
     @property
     def name(self) -> str:
@@ -68,9 +68,7 @@ class Layout:
 def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
     """Pack `parameters`, given in the order of the model, into buckets for so many workers.
 
-    Buckets are filled from the last parameter to the first, the order in which backward produces gradients, so that
-    a bucket is complete as early as possible. Whatever would be too large for its messages (`wire.excess`) becomes several
-    buckets.
+    They are filled from the last parameter to the first, as backward makes gradients, and none exceeds `wire.excess`.
     """
     buckets: list[list[Parameter]] = []
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
@@ -82,7 +80,7 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
             buckets.append(members)
         members.append(parameter)
         open_buckets[key] = members, numel + parameter.numel
-    return [_laid_out(members) for members in buckets]
+    return [Layout.of(members) for members in buckets]
 
 
 def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:
@@ -109,11 +107,7 @@ def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int)
         # With many small parameters, one allreduce for each would cost more time than their entries do.
         key = (one.kind, one.residual_dtype) if one.numel < compressor.min_numel else one.name
         together.setdefault(key, []).append(one)
-    return layouts_of(compressed, compressor, world), [_laid_out(members) for members in together.values()]
-
-
-def _laid_out(members: Sequence[Parameter]) -> Layout:
-    return Layout.of([(one.name, one.shape) for one in members], members[0].residual_dtype)
+    return layouts_of(compressed, compressor, world), [Layout.of(members) for members in together.values()]
 
 
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:

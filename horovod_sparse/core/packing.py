@@ -38,10 +38,9 @@ def _number(value: object) -> Any:
 
 
 def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return what was given to `pack`. Arrays of types that NumPy does not know, as bfloat16, have raw bytes as entries.
+    """Return what was given to `pack`. Raise ValueError if the bytes are damaged.
 
-    Raises:
-        ValueError: the bytes are damaged.
+    Arrays of types that NumPy does not know, as bfloat16, have raw bytes as entries.
     """
     try:
         with np.load(io.BytesIO(packed), allow_pickle=False) as file:
@@ -68,11 +67,7 @@ def packed_state(state: Mapping[str, Any]) -> bytes:
 
 
 def unpacked_state(packed: bytes) -> dict[str, Any]:
-    """Return the state that was given to `packed_state`.
-
-    Raises:
-        ValueError: the bytes are damaged.
-    """
+    """Return the state that was given to `packed_state`. Raise ValueError if the bytes are damaged."""
     arrays, state = unpack(packed)
     for kind in ARRAYS:
         prefix = f"{kind}/"

@@ -1,8 +1,4 @@
-"""The path of the data, shared by all frameworks: gradient -> residual -> selection -> exchange -> reduced gradient.
-
-A `Pipeline` belongs to one optimizer. The adapter tells it which gradients have arrived, carries out the collectives, and
-provides the memory that the reduced gradients are written to. Imports no framework.
-"""
+"""The path of the data, shared by all frameworks: gradient -> residual -> selection -> exchange -> reduced gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.residuals import Residuals
-from horovod_sparse.core.selector import DeviceSelectorFor, no_device
+from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
 from horovod_sparse.core.step import Ending, Step
@@ -62,7 +58,7 @@ class Pipeline:
         rank: int,
         averages: bool = True,
         groups: Sequence[str] = (),
-        device_selector: DeviceSelectorFor = no_device,
+        device_selector: DeviceSelectorFor = lambda *bucket: None,
     ) -> None:
         self.ops = ops
         self.compressor = compressor
@@ -80,13 +76,10 @@ class Pipeline:
         self.intake = Intake(ops, compressor, world, averages=averages)
         self.bucket_of: dict[str, AnyBucket] = {}
         self._step: Step | None = None
-        """The step that has begun."""
         self.warned = False
         """Whether this pipeline has warned of messages that are too small."""
-        self._has_scaler = False
-        """Whether a loss scaler leaves out the update of a step that fails."""
-        self._undoes = False
-        """Whether a step that fails, or is given up, leaves no trace."""
+        self._has_scaler = self._undoes = False
+        """What `start_step` was told of this step."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
@@ -166,8 +159,6 @@ class Pipeline:
     def arrive_together(self, bucket: AnyBucket, arrived: Sequence[Arrived]) -> AnyBucket | None:
         """Let a bucket take in gradients of its parameters, and return it if it is complete. Their memory is free afterwards.
 
-        If one is not finite, or a sum overflows the residual (`Ops.accumulate`), the exchange returns None on every rank.
-
         Raises:
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
@@ -224,22 +215,21 @@ class Pipeline:
         self._begun().failures_elsewhere.append(f"the gradient of parameter {name!r} {_NOT_FINITE}")
 
     def note_overflow(self, name: str) -> None:
-        """Let the step fail, because a parameter's type cannot hold its reduced gradient, which is the same on all ranks."""
+        """Let the step fail, because a parameter's type cannot hold its reduced gradient."""
         self._begun().failures_elsewhere.append(
             f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what residuals had "
             "sent has returned to them. Use gradients of bfloat16 or float32, or a larger ratio"
         )
 
     @property
-    def fails(self) -> bool:
-        """Whether the step is known to fail."""
-        step = self._begun()
-        return bool(step.failures or step.failures_elsewhere)
-
-    @property
     def fails_here(self) -> bool:
         """Whether the step is known to fail because of this worker's own gradients."""
         return bool(self._begun().failures)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the step is known to fail."""
+        return self.fails_here or bool(self._begun().failures_elsewhere)
 
     def note_failure_elsewhere(self) -> None:
         """Let the step fail, because it does on ranks that this one exchanges nothing with."""
@@ -248,19 +238,15 @@ class Pipeline:
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
 
-        It fails if some rank's gradient held NaN or infinity, or overflowed a residual (`Ending.FAILED`, or `UNDONE`: see
-        `start_step`). It then raises FloatingPointError on every rank, unless `not_finite="propagate"`, or a loss scaler leaves
-        out the update. Training can go on.
+        If it fails (`Ending.FAILED`, or `UNDONE`: see `start_step`), it raises FloatingPointError on every rank, unless
+        `not_finite="propagate"`, or a loss scaler leaves out the update. Training can go on.
         """
         step = self._begun()
         found = step.failures + step.failures_elsewhere
         failed = Ending.UNDONE if self._undoes else Ending.FAILED
         step.ending = failed if found else Ending.SENT
         self._finish()
-        truncated = None if self.warned else next((bucket for bucket in self.buckets if bucket.lacks_room), None)
-        if truncated is not None:
-            self.warned = True
-            truncated.warn_truncated()
+        self.warned = self.warned or any(bucket.warn_truncated() for bucket in self.buckets)
         if found and not self._has_scaler and self.compressor.not_finite == "raise":
             raise FloatingPointError(f"rank {self.rank}: {found[0]}")
 
@@ -277,13 +263,8 @@ class Pipeline:
         self.intake.end()
         self._step = None
 
-    # --- steps that are given up ---
-
     def abort(self) -> None:
-        """Give up the step that has begun, if there is one (`Ending.UNDONE`), so that the next can begin after an exception.
-
-        If the end of the step was interrupted, after it was decided that it succeeds or fails, the end is completed instead.
-        """
+        """Give up the step that has begun, if there is one (`Ending.UNDONE`). If its ending was decided, complete that."""
         if self._step is not None and self._step.ending is None:
             self._step.ending = Ending.UNDONE
         self._finish()
@@ -317,11 +298,9 @@ class Pipeline:
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
-        self._finish()
-        self.residuals.rescale(factor)
+        self.decay(factor)
         self.velocities.rescale(factor)
         for bucket in self.buckets:
-            bucket.forget()
             bucket.state.rescale(factor)
 
     def decay(self, factor: float) -> None:

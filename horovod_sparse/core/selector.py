@@ -37,8 +37,7 @@ class Selector(Protocol):
     """Takes gradients into one bucket and gives a message out.
 
     In a step `accumulate` is called for all parameters, a few at a time, then `message`. On a bucket's own device neither makes
-    the host wait. `finish` may wait. It is called when the collective has been started. `state` and `k` are those of the
-    bucket's step.
+    the host wait. `finish`, which is called when the collective has been started, may wait.
     """
 
     def begin(self, *, selects: bool) -> None:
@@ -63,16 +62,11 @@ DeviceSelectorFor = Callable[[Compressor, Layout, Array, Array | None], Selector
 """Returns what selects on the device of a new bucket with this residual and velocity, or None if the host does."""
 
 
-def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: Array | None) -> None:
-    """Return None: the host selects from every bucket."""
-
-
 @dataclass(eq=False)
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
-    The residual and the velocity belong to the caller, and are changed here. `remember` is called with the indices of entries
-    that are about to be taken.
+    `remember` is called with the indices of entries that are about to be taken.
     """
 
     ops: Ops
@@ -83,6 +77,7 @@ class HostSelector:
 
     def __post_init__(self) -> None:
         self._tracked = self.ops.tracked(self.buffer)
+        self._dtype = str(self.buffer.dtype).removeprefix("torch.")
         self._hinted = False
         self.not_finite: list[int] = []
         """The offsets of the parameters whose gradients in this step were not finite."""
@@ -104,18 +99,14 @@ class HostSelector:
         if momentum is not None and self.velocity is not None:
             moving = Moving(self.velocity, momentum)
             # The velocity goes on without a gradient.
-            parts += [(slot.offset, self._zeros(slot)) for slot, gradient in gradients if gradient is None]
+            absent = [slot for slot, gradient in gradients if gradient is None]
+            parts += [(slot.offset, self.ops.zeros(slot.numel, self._dtype, self.buffer)) for slot in absent]
         if parts:
             # Entries are noted in this order, which should be that of the buffer.
             parts.sort(key=itemgetter(0))
             bad = self._tracked.take_in(parts, moving, rate)
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
-
-    def _zeros(self, slot: Slot) -> Array:
-        zeros = self.ops.copy(self.buffer[slot.offset : slot.offset + slot.numel])
-        zeros[:] = 0
-        return zeros
 
     def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from `x`, which is the residual or a part of a sum."""

@@ -1,7 +1,4 @@
-"""The state of a compressor: its parts, the checks before it is loaded, and its rescaling. Imports no framework.
-
-A state is checked as a whole before any part of it is loaded: an error in it would poison all ranks much later.
-"""
+"""The state of a compressor: its parts, the checks before any part of it is loaded, and its rescaling. No framework."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
 def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
     """Return the state of a worker that continues several others: the sums of their arrays, and the rest from the first.
 
-    With `zero`, return the state of a new worker: the first one's, with zeros in its arrays. The first one's arrays change, but
-    not the velocities of parameters that are reduced dense, which are the same on every rank.
+    With `zero`, return that of a new worker, with zeros in its arrays. The first one's arrays change, but not `replicated`.
     """
     first, *others = states
     for part in ARRAYS:
@@ -79,8 +75,8 @@ def aligned(
 ) -> dict[str, Any]:
     """Return the state of a worker of an elastic job, brought to the step of the first worker.
 
-    `state` is what the worker has kept, and its arrays may change; `first` has the first worker's adaptive state and learning
-    rates. `zeros` makes an array of zeros for a worker that has kept nothing.
+    `state` is what the worker has kept; `first` has the first worker's adaptive state and learning rates. `zeros` makes an
+    array of zeros for a worker that has kept nothing.
     """
     if not holds_anything(state):
         arrays = ({name: zeros(shape) for name, shape in shapes.items()} for shapes in (residuals, velocities))
@@ -98,15 +94,9 @@ def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]
     return residuals, {} if compressor.momentum_correction is None else shapes
 
 
-def check_parts(state: Any, compressor: Compressor) -> None:
-    """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
-    _check_kinds(state)
-    _check_adaptive(state, compressor)
-
-
 def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocities: Shapes) -> None:
     """Raise ValueError unless `state` is a state of this release and algorithm, for parameters of these shapes."""
-    _check_kinds(state)
+    check_parts(state, compressor)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
     mine = compressor.in_updates
@@ -116,10 +106,10 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
             f"another unit; make the compression with lr_in_residual={not mine}, or leave it 'auto' and give the optimizer "
             "the momentum that it had, or begin without this state"
         )
-    _check_adaptive(state, compressor)
 
 
-def _check_kinds(state: Any) -> None:
+def check_parts(state: Any, compressor: Compressor) -> None:
+    """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state must be what state_dict() returned, got {type(state).__name__}")
     if state.get("version") != VERSION:
@@ -141,6 +131,14 @@ def _check_kinds(state: Any) -> None:
     _check("['updates']", lengths, "two finite numbers >= 0", are_lengths)
     sparse = state.get("sparse", [])
     _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))
+    differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
+    if differ:
+        raise ValueError(
+            f"state['adaptive'] must name the same parameters as state['residuals'], but one of them lacks {differ}; the state "
+            "is damaged"
+        )
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)
 
 
 def _are_names(values: Iterable[object]) -> bool:
@@ -152,17 +150,6 @@ def _check(where: str, value: object, expected: str, holds: bool) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged")
-
-
-def _check_adaptive(state: Mapping[str, Any], compressor: Compressor) -> None:
-    differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
-    if differ:
-        raise ValueError(
-            f"state['adaptive'] must name the same parameters as state['residuals'], but one of them lacks {differ}; the state "
-            "is damaged"
-        )
-    for adaptive in state["adaptive"].values():
-        compressor.new_state().load_state_dict(adaptive)
 
 
 def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The numbers behind `compression.stats()`: what was the target, and what was sent.
-
-A step only adds a few Python numbers that are known anyway; everything else is computed when somebody asks.
-"""
+"""The numbers behind `compression.stats()`. Most are computed when somebody asks, not in a step."""
 
 from __future__ import annotations
 
@@ -91,7 +88,6 @@ class Stats:
 
 
 NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
-"""The statistics before the first step."""
 
 
 class Counts(NamedTuple):

@@ -18,11 +18,10 @@ def check_release(installed: str) -> None:
 
 
 def complete_global_set(process_sets: Any, basics: Any) -> None:
-    """Give the set of all processes its ranks, if `init` could not.
+    """Give the set of all processes its ranks, if `init` could not: it asks the framework that was imported last.
 
-    `init` asks the library of the framework that was imported last for the ranks, also where another one is initialised. That
-    library knows of none, so this process is in no set, and stock Horovod reduces nothing, without a word. `process_sets` is
-    the module `horovod.common.process_sets`, and `basics` the `HorovodBasics` of the framework that trains.
+    Otherwise stock Horovod reduces nothing, without a word. `process_sets` is the module `horovod.common.process_sets`, and
+    `basics` the `HorovodBasics` of the framework that trains.
     """
     if basics.is_initialized() and not process_sets.global_process_set.ranks:
         process_sets._setup(basics)

@@ -29,10 +29,7 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
 
 
 class Store:
-    """The base of the reducers that adapters bind to compressors; the methods are those of `BoundCompressor`.
-
-    A state can be loaded before its parameters have buckets. Then it is deferred: kept until they have.
-    """
+    """The base of the reducers that adapters bind to compressors; the methods are those of `BoundCompressor`."""
 
     compressor: Compressor
     active: bool
@@ -64,14 +61,6 @@ class Store:
     def stats(self) -> Stats:
         pipeline = self.between_steps()
         return NO_STATS if pipeline is None else pipeline.stats()
-
-    @property
-    def steps(self) -> int:
-        return 0 if self.pipeline is None else self.pipeline.steps
-
-    @property
-    def residual_bytes(self) -> int:
-        return 0 if self.pipeline is None else self.pipeline.residuals.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pipeline's state, what is deferred, and the names of the parameters with sparse gradients."""
