@@ -1,7 +1,4 @@
-"""Controllers that adapt an algorithm to the counts it achieves. Plain numbers in, plain numbers out, no arrays.
-
-SIDCo's controller adapts the number of fitting stages, MiCRO's the threshold.
-"""
+"""Controllers that adapt an algorithm to the counts it achieves: SIDCo's the number of stages, MiCRO's the threshold."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ def most_stages(ratio: float) -> int:
 class StageController:
     """Adapts the number of stages M of one bucket (SIDCo, https://arxiv.org/abs/2101.10761).
 
-    More stages bring the threshold further into the tail before the last fit. This corrects for a distribution that does not
-    have the assumed tail. It depends on the tail whether a stage raises or lowers the count, hence the feedback.
+    It depends on the distribution's tail whether a stage raises or lowers the count, hence the feedback.
 
     M may change every `PERIOD` steps; q is the mean of achieved/asked count over them. With `rule="paper"`, M decreases when
     `q > 1 + TOLERANCE` and increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
@@ -97,13 +93,12 @@ class StageController:
             window = [float(one) for one in state["window"]]
             errors = {int(m): (float(error), int(measured)) for m, error, measured in state["errors"]}
             numbers = [seen, *window, *(number for pair in errors.values() for number in pair)]
-            whole = type(stages) is int and type(seen) is int
-            in_range = all(1 <= m <= MOST_STAGES for m in (stages, *errors)) and all(
-                0.0 <= x < math.inf for x in numbers
-            )
+            fits = type(stages) is type(seen) is int and len(window) < PERIOD
+            fits = fits and all(1 <= m <= MOST_STAGES for m in (stages, *errors))
+            fits = fits and all(0.0 <= number < math.inf for number in numbers)
         except (KeyError, TypeError, ValueError, OverflowError):
-            whole = in_range = False
-        if not whole or not in_range or len(window) >= PERIOD:
+            fits = False
+        if not fits:
             raise ValueError(
                 f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
                 f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
@@ -129,8 +124,7 @@ def next_threshold(scaling: Scaling, threshold: float, excess: float, count: int
     0.995 below. Within the band it only rises.
 
     `scaling="two_sided"` multiplies it by `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4]. The excess is the sum
-    of count/k - 1 over the steps, within [-5, 5]. Without the excess, the count would stay above k for as long as the residual
-    grows, since the threshold that is needed grows with it. A larger exponent overshoots when gradients become smaller at once.
+    of count/k - 1 over the steps, within [-5, 5]. Without it, the count would stay above k for as long as the residual grows.
     """
     x = count / k
     if scaling == "paper":

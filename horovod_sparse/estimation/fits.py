@@ -6,8 +6,7 @@ Applied to the excesses over an earlier threshold, they give the step to the nex
 below that earlier threshold (a negative step).
 
 `mean` must be >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot hold is 0,
-infinite or NaN, and is not used. If the mean is infinite, because the sum has left the range of float64, so is the threshold.
-Under these conditions no fit raises, and none returns NaN for a ratio below 1.
+infinite or NaN, and is not used. If the mean is infinite, so is the threshold. No fit returns NaN for a ratio below 1.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def inverse_gamma_tail(shape: float, ratio: float) -> float:
     """Return x with Q(shape, x) = ratio, for shape > 0 and a ratio in (0, 1]. Five digits are right for ratios from 1e-9 on.
 
     Newton's method solves ln Q = ln(ratio) for u = ln x. ln Q is concave in u, so steps from above never go too far. They start
-    at a + sqrt(2 a L) + L with L = ln(1/ratio), which bounds the quantile of every gamma distribution (Boucheron, Lugosi and
-    Massart, Concentration Inequalities, section 2.4).
+    at a + sqrt(2 a L) + L with L = ln(1/ratio), a bound (Boucheron, Lugosi and Massart, Concentration Inequalities, 2.4).
     """
     if ratio >= 1.0:
         return 0.0

@@ -1,8 +1,4 @@
-"""The balanced exchange: each rank sums up what all ranks have sent to its region of the bucket. Imports no framework.
-
-What an alltoall brings, only its receiver sees. If that is wrong, the receiver tells the others with the last collective, and
-then all ranks raise.
-"""
+"""The balanced exchange: each rank sums up what all ranks have sent to its region of the bucket. Imports no framework."""
 
 from __future__ import annotations
 
@@ -80,10 +76,7 @@ class Balanced(Exchange):
 
 
 def _add_parts(bucket: Sender, received: Array, message: Array, region: Array) -> int:
-    """Add to this rank's region what it has received, in answer to `message`. Return how many entries these are.
-
-    If something is not as `wire` requires, nothing is added, and the number is `wire.BAD_PART`. Only this rank knows it.
-    """
+    """Add to this rank's region what it has received, and return how many entries; none and `wire.BAD_PART` if it is wrong."""
     ops, world = bucket.ops, bucket.world
     if received.shape != message.shape or received.dtype != message.dtype:
         return wire.BAD_PART

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 
 
 def allreduce_bytes(nbytes: float, world: int) -> float:
-    """Bytes that each of `world` workers sends (and receives) in a ring allreduce of an array of `nbytes` bytes.
-
-    `2 (world - 1)/world * nbytes`: reduce-scatter, then allgather.
-    """
+    """Bytes that each of `world` workers sends (and receives) in a ring allreduce of an array of `nbytes` bytes."""
+    # Reduce-scatter, then allgather.
     return 2.0 * (world - 1) / world * nbytes
 
 

@@ -1,11 +1,8 @@
-"""Which workers are on the same host: a grid of hosts and slots. Plain numbers, no framework.
-
-A host has as many workers as every other one. A worker's slot is its number among those of its host.
-"""
+"""Which workers are on the same host: a grid of hosts and slots. A worker's slot is its number among those of its host."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +15,6 @@ class Grid(NamedTuple):
     peers: tuple[int, ...]
     """The workers with this worker's slot, one on each host, itself included."""
     slot: int
-    world: int
 
     @property
     def hosts(self) -> int:
@@ -30,7 +26,7 @@ class Grid(NamedTuple):
 
     def lengths(self, members: Sequence[int], each: Sequence[int]) -> list[int]:
         """Return a number for each worker: those of `each` for the members, in their order, and 0 for all others."""
-        lengths = [0] * self.world
+        lengths = [0] * (self.hosts * self.slots)
         for position, length in zip(members, each, strict=True):
             lengths[position] = length
         return lengths
@@ -42,21 +38,15 @@ def grid(groups: Sequence[str], position: int) -> Grid:
     Raises:
         ValueError: there is only one host, or the hosts have different numbers of workers. All workers raise alike.
     """
-    counts = Counter(groups)
+    workers = defaultdict[str, list[int]](list)
+    for other, name in enumerate(groups):
+        workers[name].append(other)
+    counts = {name: len(some) for name, some in workers.items()}
     if len(counts) < 2 or len(set(counts.values())) > 1:
         raise ValueError(
             "Hierarchical needs at least two hosts (with a number: groups) with the same number of workers on each, got "
-            f"{dict(counts)} workers; start as many on every host, or use another exchange"
+            f"{counts} workers; start as many on every host, or use another exchange"
         )
-    seen: Counter[str] = Counter()
-    slots = []
-    for name in groups:
-        slots.append(seen[name])
-        seen[name] += 1
-    mine = slots[position]
-    return Grid(
-        tuple(other for other, name in enumerate(groups) if name == groups[position]),
-        tuple(other for other, slot in enumerate(slots) if slot == mine),
-        mine,
-        len(groups),
-    )
+    neighbours = workers[groups[position]]
+    slot = neighbours.index(position)
+    return Grid(tuple(neighbours), tuple(sorted(some[slot] for some in workers.values())), slot)

@@ -27,9 +27,6 @@ class Hierarchical(Exchange):
     Args:
         workers_per_host: so many consecutive workers, >= 2, count as a host; None for those that run on the same host.
         between: what travels between hosts.
-
-    Raises:
-        TypeError, ValueError: an argument is something else.
     """
 
     workers_per_host: int | None = None
@@ -101,10 +98,7 @@ class Hierarchical(Exchange):
 
 
 def _message(bucket: Sender, grid: Grid, run: Run, parts: Array | None) -> Array:
-    """Add up the parts of this rank's shard, select from the sum, and return the pairs for one host.
-
-    If nothing of use was received, `parts` is None. The message then says that a gradient is not finite.
-    """
+    """Add up the parts of this rank's shard (None if they are of no use), select, and return the pairs for one host."""
     ops, slots = bucket.ops, grid.slots
     shard = ops.copy(bucket.buffer[run.place])
     # The first part is added like the others: it may hold NaN, which must not reach the residual.

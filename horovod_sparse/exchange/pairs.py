@@ -12,7 +12,6 @@ from horovod_sparse.exchange.received import check_result, rows_of
 from horovod_sparse.ops.protocol import Array, Ops
 
 Values = Literal["float32", "packed"]
-"""What the values are in messages."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,6 @@ class Pairs(Exchange):
         values: "float32", with 8 bytes per entry, or "packed": an entry takes 14 bits, and 4,096 entries of the bucket take 6
             bytes more. Packed values are one of two magnitudes, with a sign (`Ops.quantize`). What rounding leaves stays in
             the residual.
-
-    Raises:
-        ValueError: `values` is something else.
     """
 
     values: Values = "float32"

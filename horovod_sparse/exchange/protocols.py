@@ -3,9 +3,8 @@
 An exchange is a generator: it yields the collectives that it needs, one after the other, and is sent their results. The
 adapter decides when to start a collective and when to wait. It can advance all buckets before it waits for the first again.
 
-Every rank gets the same result to the last bit: gathered values are added rank by rank, and an allreduce gives all ranks
-the same sums. A rank whose gradient is not finite still takes part and says so; then all ranks return None. What was taken
-out of the residual counts as sent only when the whole step has succeeded. Otherwise it returns to the residual.
+Every rank gets the same result to the last bit. A rank whose gradient is not finite still takes part and says so; then all
+ranks return None. What was taken out of the residual counts as sent only when the whole step has succeeded.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class State(Protocol):
     """What a bucket keeps from step to step, as an exchange sees it."""
 
     bounds: list[int]
-    """The bounds of regions or parts; empty until the first step."""
+    """The bounds of regions; empty until the first step."""
     proposal: float
     """A number of this rank that all ranks get to know."""
 
@@ -113,7 +112,6 @@ class Sender(Named, Protocol):
 
     ops: Ops
     numel: int
-    """Number of entries of the bucket."""
     capacity: int
     """Rows of this rank's message."""
     k: int
@@ -179,10 +177,7 @@ Exchanging = Generator[Collective, Any, Sent]
 
 
 class Exchange(ABC):
-    """How the selections of all ranks become one gradient: a setting that never changes, and that ranks compare by `repr`.
-
-    What belongs to one step is kept in a `Run`.
-    """
+    """How the selections of all ranks become one gradient: a setting that never changes, and that ranks compare by `repr`."""
 
     owns_parts: ClassVar[bool] = False
     """Whether each rank owns a part of the bucket. It selects from a part, and its residual holds what others have sent."""
@@ -213,10 +208,7 @@ class Exchange(ABC):
 
 
 class Run:
-    """The exchange of one bucket in one step, and what it does to the residual when the step ends.
-
-    If an interrupt comes during `commit` or `restore`, it is called again.
-    """
+    """The exchange of one bucket in one step. `commit` or `restore` ends it; after an interrupt, it is called again."""
 
     def __init__(self, exchange: Exchange, bucket: Sender) -> None:
         self._bucket = bucket
@@ -241,30 +233,22 @@ class Run:
 
 
 class Reduced:
-    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`.
-
-    `rates` are numbers, by the offsets of parameters, by which their parts are divided too. Where that is 0, zero is written.
-    """
+    """What all ranks sent of a bucket. `write` divides it by `divisor`, and parts by `rates`, by offset; 0 writes zero."""
 
     def __init__(self, ops: Ops, sent: Sent, divisor: float, rates: Mapping[int, float]) -> None:
         self._ops = ops
         self._divisor, self._rates = divisor, rates
-        self._sum: Array | None = None
-        self._messages: Messages | None = None
-        if isinstance(sent, Entries) and sent.indices is None:
-            self._sum = sent.values
-        elif isinstance(sent, Entries):
+        if isinstance(sent, Entries) and sent.indices is not None:
             count = len(sent.values)
             # The message has at least one row, as all others do.
-            self._messages = Messages(ops.pack(*sent, max(count, 1)), [count])
-        else:
-            self._messages = sent
+            sent = Messages(ops.pack(*sent, max(count, 1)), [count])
+        self._sent = sent
 
     def parts(self) -> list[Entries]:
         """Return what is added up, part by part and not divided. It is made on each call."""
-        if self._messages is None:
-            return [] if self._sum is None else [Entries(None, self._sum)]
-        gathered, used = self._messages
+        if not isinstance(self._sent, Messages):
+            return [] if self._sent is None else [self._sent]
+        gathered, used = self._sent
         pairs = zip(wire.split(gathered, len(used)), used, strict=True)
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
@@ -282,13 +266,13 @@ class Reduced:
                 for one in dict.fromkeys(divisors)
             }
         for divisor, some in together.items():
-            if self._messages is not None:
-                self._ops.assembler(*self._messages, divisor)(some)
-            elif self._sum is None:
+            if isinstance(self._sent, Messages):
+                self._ops.assembler(*self._sent, divisor)(some)
+            elif self._sent is None:
                 for _, target in some:
                     target[:] = math.nan
             else:
-                self._ops.copy_parts(self._sum, some)
+                self._ops.copy_parts(self._sent.values, some)
                 if divisor != 1.0:
                     for _, target in some:
                         target /= divisor

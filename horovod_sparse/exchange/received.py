@@ -9,7 +9,6 @@ from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, N
 from horovod_sparse.ops.protocol import Array
 
 OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
-"""What is wrong with a message whose indices are not as `wire` requires."""
 
 
 def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
@@ -46,8 +45,7 @@ def disagreement(bucket: Named) -> RuntimeError:
 def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
     """Exchange the values at indices that all ranks know (None: all entries), as message 2 with `length` values.
 
-    `values`, at most `length`, were taken out of the bucket's residual. If the lowest 16 bits of `checksum` >= 0 differ between
-    the ranks, all raise RuntimeError.
+    `values` were taken out of the residual. If the lowest 16 bits of `checksum` >= 0 differ, all ranks raise RuntimeError.
     """
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, checksum)

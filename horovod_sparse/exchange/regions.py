@@ -1,8 +1,4 @@
-"""The regions of the balanced exchange: each rank owns one part of a bucket. Plain numbers, no framework.
-
-The bounds of the regions are `world + 1` positions, from 0 to the bucket's size. They are the same on all ranks, because they
-follow from numbers that all ranks have received.
-"""
+"""The regions of the balanced exchange: `world + 1` bounds, from 0 to the bucket's size, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 SPARE = 1.5
 """How many times as many entries a region has room for as it would get if all regions got as many."""
 _LEAST_GAIN = 0.02
-"""The least value of `gain`."""
 
 
 def room(capacity: int, world: int) -> int:
@@ -40,19 +35,14 @@ def fitting(bounds: Sequence[int], numel: int, world: int) -> list[int]:
 
 
 def gain(step: int) -> float:
-    """Return how far the bounds move in a step, counted from 0, as a fraction of the way to where they were balanced.
-
-    The bounds move fast at first, and then hardly: what a region's owner has kept of one that it loses must be sent again.
-    """
+    """Return how far the bounds move in a step, counted from 0, as a fraction of the way to where they were balanced."""
+    # Fast at first, and then hardly: what a region's owner has kept of a part that it loses must be sent again.
     return max(4 / (8 + step), _LEAST_GAIN)
 
 
 def balanced(bounds: Sequence[int], counts: Sequence[int], gain: float) -> list[int]:
-    """Return new bounds after the regions have received `counts` entries.
-
-    Within a region, entries are taken to be spread evenly. Then each bound has a place where all regions would have received
-    as many. The bounds move towards these places.
-    """
+    """Return new bounds, moved towards those with which regions that received `counts` entries would have received as many."""
+    # Within a region, entries are taken to be spread evenly.
     before = [0, *accumulate(counts)]
     total, world = before[-1], len(counts)
     if not total:
@@ -70,12 +60,8 @@ def balanced(bounds: Sequence[int], counts: Sequence[int], gain: float) -> list[
 
 def are_bounds(value: Any) -> bool:
     """Return whether `value` is a list of bounds: positions that never descend, the first of which is 0."""
-    return (
-        isinstance(value, list)
-        and all(type(place) is int for place in value)
-        and value == sorted(value)
-        and value[:1] == [0]
-    )
+    are_integers = isinstance(value, list) and all(type(place) is int for place in value)
+    return are_integers and value == sorted(value) and value[:1] == [0]
 
 
 def checksum(bounds: Sequence[int]) -> int:

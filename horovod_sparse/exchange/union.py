@@ -15,11 +15,7 @@ from horovod_sparse.exchange.received import OUT_OF_ORDER, check_result, damaged
 
 @dataclass(frozen=True)
 class Union(Exchange):
-    """Indices are gathered (`wire`, message 3), and all workers' values at their union are summed by allreduce (message 2).
-
-    All residuals become zero there. This gives exact averages. If each worker selects k entries of its own, each sends up to k
-    values per worker (gradient build-up).
-    """
+    """Indices are gathered (`wire`, message 3), and all workers' values at their union are summed by allreduce (message 2)."""
 
     title = "union"
 

@@ -1,8 +1,4 @@
-"""The numbers of the messages on the wire, version 1. Imports no framework.
-
-docs/how-it-works.md has every message byte for byte, and what a receiver checks. 1: pairs. 2: values. 3: indices. 4: packed
-pairs. 5: pairs by region, answered by 6: sums of a region. 7 to 10: hosts that act as one worker.
-"""
+"""The numbers of the messages on the wire, version 1. docs/how-it-works.md has every message byte for byte."""
 
 from __future__ import annotations
 

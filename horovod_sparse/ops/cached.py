@@ -9,23 +9,15 @@ from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selecti
 
 
 class Above(NamedTuple):
-    """All entries of an array above a cut."""
+    """All entries of an array above a cut, in ascending order of their indices."""
 
     cut: float
     indices: Array
-    """Ascending."""
     values: Array
-    """Copies of the entries."""
 
 
 class Cached:
-    """Implements `Tracked` on the operations of a framework alone. It remembers the entries that it was told.
-
-    Args:
-        ops: the framework's operations.
-        x: the array.
-        above: the entries of x above a cut; None if they are not known.
-    """
+    """Implements `Tracked` for the array `x` on the operations of a framework alone. It knows what it was told of x."""
 
     def __init__(self, ops: Ops, x: Array, above: Above | None = None) -> None:
         self._ops = ops

@@ -1,4 +1,4 @@
-"""The array operations that a framework supplies; everything else is written once on top of them. Imports no framework.
+"""The array operations that a framework supplies. Imports no framework.
 
 All arrays are flat (one-dimensional) and contiguous unless said otherwise. A *residual* is float32 or float64.
 The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other one selects the same entries.
@@ -22,7 +22,6 @@ class Sums:
     """Sums of the excesses |x_i| - threshold over all i with |x_i| > threshold, and their moments."""
 
     count: int = 0
-    """How many i these are."""
     total: float = 0.0
     squares: float = 0.0
     largest: float = 0.0
@@ -143,9 +142,9 @@ class Ops(Protocol):
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        """Return all indices (int64, ascending, unique) of `world` messages; None if one is not as `wire` requires.
+        """Return all indices < `numel` (int64, ascending, unique) of `world` messages, in each after `header` numbers.
 
-        In each message the indices come after `header` numbers, for a bucket of `numel` entries.
+        None if one is not as `wire` requires.
         """
 
     def take(self, x: Array, indices: Array) -> Array:
@@ -169,8 +168,7 @@ class Ops(Protocol):
     def quantize(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 4).
 
-        docs/how-it-works.md tells the two levels that values become, also in `message`, in place. What is left of an entry is
-        a float32, and returns to `x`.
+        Values become one of two levels (docs/how-it-works.md), also in `message`, in place. The rest returns to `x`.
         """
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
@@ -200,17 +198,13 @@ class Ops(Protocol):
         """Return a function that sets parts of a bucket to the sum of the messages' entries there.
 
         `messages` holds the messages of pairs of `len(used)` workers, one after the other. In each, the first `used` rows
-        count. Values are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices must ascend.
-        On the host, IndexError is raised before a part is changed if they do not. A device is not waited
-        for, since `rows_in_use` has checked the indices.
+        count. Values are divided by `divisor`, as float32, and added up from zero in the workers' order. On the host,
+        IndexError is raised before a part is changed if indices do not ascend. A device is not waited for.
         """
 
 
 class Tracked(Ops, Protocol):
-    """The operations of a framework for one array. They may remember sums and large entries while it takes in gradients.
-
-    What is remembered holds until the array is changed from outside (`forget`) or another step begins.
-    """
+    """The operations of a framework for one array. They may remember sums and large entries while it takes in gradients."""
 
     def begin(self, hints: Hints) -> None:
         """Begin a step. The array's parts are about to take in gradients, each part at most once."""
