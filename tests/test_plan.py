@@ -132,7 +132,7 @@ def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compresso
         step += 1
     assert compressor.ratio_at(step + 10) == ratio
     found = warm_up(compressor, parameters, world)
-    assert found[:2] == (step, dense_steps) and found.bytes_sent == pytest.approx(sent)
+    assert found[:2] == (step, dense_steps) and found[2] == pytest.approx(sent)
 
 
 @pytest.mark.parametrize(

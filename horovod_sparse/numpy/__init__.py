@@ -1,8 +1,4 @@
-"""NumPy adapter: the compressors on arrays, over an mpi4py communicator, for people without a deep-learning framework.
-
-The other frameworks are tested against its array operations. It does not import MPI: the communicator is passed in.
-`VirtualWorkers` needs none: all workers are in one process.
-"""
+"""NumPy adapter: the compressors on arrays, over an mpi4py communicator, which is passed in, or all in one process."""
 
 from horovod_sparse import compressors as _compressors
 from horovod_sparse import public as _public

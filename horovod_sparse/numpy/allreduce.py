@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,24 +12,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps
+from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
-from horovod_sparse.core.pipeline import Pipeline, Wait
+from horovod_sparse.core.layout import Parameter, Slot, planned
+from horovod_sparse.core.pipeline import Pipeline, Wait, Write
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
-from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.numpy.arrays import (
-    Shapes,
-    add_buckets,
-    arrays_of,
-    check_compression,
-    shapes_of,
-    writer,
-)
+from horovod_sparse.core.store import log_start
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+_TYPES = [np.dtype(one) for one in ("float16", "float32", "float64")]
+"""Residuals of wider types would not hold what they are given."""
 
 
 @dataclass(eq=False)
@@ -60,13 +59,10 @@ class _Started:
 class SparseAllreduce:
     """Averages named arrays over all workers, sparsified, with error feedback.
 
-    The first call fixes names, shapes and types. It compares them and the settings with those of the other workers. Arrays
-    below the compressor's `min_numel`, and arrays that it excludes, are averaged dense.
+    The first call fixes names, shapes and types. It compares them and the settings with those of the other workers.
 
         reduce = SparseAllreduce(MPI.COMM_WORLD, TopK(ratio=0.01, min_numel=0))
         mean = reduce({"weights": gradient})["weights"]
-
-    Start workers with `mpirun -np 4 python -m mpi4py script.py`, so that a worker that raises ends the others.
 
     Args:
         comm: an mpi4py intracommunicator; None for a single worker.
@@ -139,9 +135,7 @@ class SparseAllreduce:
             bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
             if bucket is not None:
                 under_way.append((bucket, self._start(bucket.begin(), self._lane)))
-        self.pipeline.complete(
-            under_way, writer(reduced), lambda bucket, collective: self._start(collective, self._lane)
-        )
+        self.pipeline.complete(under_way, writer(reduced), lambda _, collective: self._start(collective, self._lane))
         self._unfinished -= 1
         self.pipeline.end_step()
         return reduced
@@ -277,3 +271,64 @@ class SparseAllreduce:
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self.pipeline.reset()
+
+
+def check_compression(compression: object) -> None:
+    """Raise TypeError or ValueError unless `compression` is a compressor that NumPy arrays can have."""
+    if not isinstance(compression, Compressor):
+        raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
+    refuse_updates(compression, "NumPy")
+    refuse_detached(compression, "NumPy")
+
+
+def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:
+    """Return `gradients` as arrays. Raise TypeError unless they have names and are of floats that residuals can hold."""
+    if not isinstance(gradients, Mapping):
+        raise TypeError(
+            f"gradients must be a mapping of names to arrays, such as {{'weights': gradient}}, got {type(gradients).__name__}"
+        )
+    arrays = {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    for name, array in arrays.items():
+        if array.dtype not in _TYPES:
+            raise TypeError(
+                f"gradients[{name!r}] must be floating point, of type float16, float32 or float64, got {array.dtype}; "
+                "convert it, for instance with astype(np.float64)"
+            )
+    return arrays
+
+
+def shapes_of(gradients: Mapping[str, Array]) -> Shapes:
+    """Return the shapes and types of arrays."""
+    return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
+
+
+def add_buckets(pipeline: Pipeline, gradients: Mapping[str, Array]) -> None:
+    """Add the buckets of arrays like `gradients` to a new pipeline."""
+    compressor = pipeline.compressor
+    parameters = [
+        Parameter(name, gradient.shape, compressor.residual_dtype_of(gradient), "cpu")
+        for name, gradient in gradients.items()
+    ]
+    buckets, dense = planned(parameters, compressor, pipeline.world)
+    pipeline.add_buckets(buckets, gradients.__getitem__)
+    pipeline.add_dense(dense, gradients.__getitem__)
+    log_start(pipeline, kernels.variant())
+
+
+def writer(reduced: Mapping[str, Array]) -> Write:
+    """Return what writes reduced gradients to the arrays `reduced`, which are contiguous."""
+    # Half-precision sums are rounded once, at the end, not after every worker.
+    wide = {
+        name: np.empty(array.size, np.float32) if array.dtype == np.float16 else array.reshape(-1)
+        for name, array in reduced.items()
+    }
+
+    def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
+        sent.write([(slot.offset, wide[slot.name]) for slot in slots])
+        halves = [slot.name for slot in slots if reduced[slot.name].dtype == np.float16]
+        with np.errstate(over="ignore"):
+            for name in halves:
+                reduced[name][...] = wide[name].reshape(reduced[name].shape)
+        return [name for name in halves if np.isinf(reduced[name]).any()]
+
+    return write

@@ -17,11 +17,7 @@ Array = NDArray[Any]
 
 
 def host_ops(threads: int | None = None) -> NumpyOps:
-    """Return the array operations for arrays on the CPU: compiled ones if there are any.
-
-    Args:
-        threads: the number of threads that kernels may use; None for the value of OMP_NUM_THREADS, or else one.
-    """
+    """Return the array operations for the CPU, compiled if possible, on so many threads (None: OMP_NUM_THREADS, or one)."""
     if threads is None:
         said = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(said) if said.isdigit() and int(said) > 0 else 1
@@ -29,11 +25,7 @@ def host_ops(threads: int | None = None) -> NumpyOps:
 
 
 class CompiledOps(KernelOps, NumpyOps):
-    """Implements `horovod_sparse.ops.protocol.Ops` on `numpy.ndarray`. Selects the same entries as `NumpyOps`.
-
-    Args:
-        threads: the number of threads that one operation may use.
-    """
+    """Implements `Ops` on `numpy.ndarray`, with the results of `NumpyOps`, on so many threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

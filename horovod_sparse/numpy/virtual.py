@@ -13,14 +13,7 @@ from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.numpy.arrays import (
-    Shapes,
-    add_buckets,
-    arrays_of,
-    check_compression,
-    shapes_of,
-    writer,
-)
+from horovod_sparse.numpy.allreduce import Shapes, add_buckets, arrays_of, check_compression, shapes_of, writer
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
@@ -29,8 +22,8 @@ Array = NDArray[Any]
 class VirtualWorkers:
     """Averages named arrays over workers that all live in this process, bit for bit as a `SparseAllreduce` on each would.
 
-    The workers take their steps together. Each has its own residuals. What all of them receive is added up once. An allreduce
-    adds up in the order of the workers; MPI may choose another order, which rounds differently.
+    What all of them receive is added up once. An allreduce adds up in the order of the workers; MPI may choose another order,
+    which rounds differently.
 
         workers = VirtualWorkers(1024, TopK(ratio=0.01, min_numel=0))
         mean = workers({"weights": gradients})["weights"]  # gradients[worker] is one worker's
@@ -41,9 +34,6 @@ class VirtualWorkers:
         number: how many workers there are, >= 1.
         compression: one of this package's compressors; all workers have it.
         average: whether to divide the sum by the number of workers.
-
-    Raises:
-        TypeError, ValueError: an argument is something else.
     """
 
     def __init__(self, number: int, compression: Compressor, *, average: bool = True) -> None:
@@ -88,10 +78,8 @@ class VirtualWorkers:
             pipeline.start_step(mine.values())
         # As `SparseAllreduce` does, because buckets are packed so.
         for name in reversed(self._shapes):
-            complete = [
-                pipeline.arrive(name, mine[name], learning_rate)
-                for pipeline, mine in zip(self.pipelines, apart, strict=True)
-            ]
+            pairs = zip(self.pipelines, apart, strict=True)
+            complete = [pipeline.arrive(name, mine[name], learning_rate) for pipeline, mine in pairs]
             buckets = [bucket for bucket in complete if bucket is not None]
             if buckets:
                 self._exchange(buckets, reduced)
@@ -119,12 +107,8 @@ class VirtualWorkers:
         writes = [write_once] + [lambda slots, sent: overflowed] * (self.number - 1)
         asked = [bucket.begin() for bucket in buckets]
         while asked:
-            following = [
-                pipeline.advance(bucket, result, pipeline.divisor, write)
-                for pipeline, bucket, result, write in zip(
-                    self.pipelines, buckets, results_of(asked), writes, strict=True
-                )
-            ]
+            each = zip(self.pipelines, buckets, results_of(asked), writes, strict=True)
+            following = [pipe.advance(bucket, result, pipe.divisor, write) for pipe, bucket, result, write in each]
             asked = [one for one in following if one is not None]
 
     def _end(self) -> None:
@@ -158,7 +142,11 @@ def results_of(asked: Sequence[Collective]) -> list[Array]:
     messages = [one.message for one in asked]
     kind, world = asked[0].kind, len(asked)
     if kind == "alltoall":
-        return _of_parts(asked) if asked[0].to is not None else [*_transposed(np.stack(messages))]
+        if asked[0].to is not None:
+            return _of_parts(asked)
+        # Worker p gets part p of every message.
+        parts = np.stack(messages).reshape(world, world, -1, *messages[0].shape[1:])
+        return [*np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(world, *messages[0].shape)]
     if kind == "allgather":
         result = np.concatenate(messages)
     else:
@@ -166,12 +154,6 @@ def results_of(asked: Sequence[Collective]) -> list[Array]:
         for message in messages[1:]:
             result += message
     return [result] * world
-
-
-def _transposed(messages: Array) -> Array:
-    """Return what workers get of messages of shape `(workers, rows, ...)`, whose rows are equal parts for each worker."""
-    world, *rest = messages.shape
-    return np.ascontiguousarray(messages.reshape(world, world, -1, *rest[1:]).swapaxes(0, 1)).reshape(messages.shape)
 
 
 def _of_parts(asked: Sequence[Collective]) -> list[Array]:

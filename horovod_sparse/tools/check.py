@@ -1,7 +1,4 @@
-"""Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework.
-
-Libraries are imported in other processes. So one that is broken, or crashes or hangs, only gives a line of the report.
-"""
+"""Check whether this machine can train with sparse gradients. Libraries are imported in other processes: one may crash."""
 
 from __future__ import annotations
 

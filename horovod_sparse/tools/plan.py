@@ -1,8 +1,4 @@
-"""Predict bytes and time of a step with each exchange, on a network and without training. Imports no framework.
-
-A collective of n workers is a number of messages one after the other, in a ring. A message of m bytes takes `alpha + m/B`.
-Horovod looks for collectives once in a cycle, so each round of them also waits.
-"""
+"""Predict bytes and time of a step with each exchange, on a network and without training. Imports no framework."""
 
 from __future__ import annotations
 
@@ -53,11 +49,7 @@ class Network(NamedTuple):
     """Seconds from handing a collective to Horovod to its first message. At a random time half of its cycle is left."""
 
     def seconds(self, rounds: Rounds, world: int) -> float:
-        """Return how long rounds of collectives take with `world` workers.
-
-        `sum over rounds of (wait + sum over its collectives of (messages * latency + bytes sent / bandwidth))`. In a ring all
-        workers send and receive at the same time, so only one direction counts.
-        """
+        """Return `sum over rounds of (wait + sum over its collectives of (messages * latency + bytes sent / bandwidth))`."""
         messages = sum(call.messages(world) for together in rounds for call in together)
         return len(rounds) * self.wait + messages * self.latency + _sent(rounds, world) / self.bandwidth
 
@@ -77,7 +69,6 @@ class Method:
     rounds: Callable[[int, float, int], Rounds]
     """Takes parameters, ratio and workers; returns the collectives of a step."""
     trains: bool = True
-    """Whether it trains as it stands."""
 
     def bytes_sent(self, parameters: int, ratio: float, world: int) -> float:
         """Return the bytes that each worker sends in a step."""
@@ -127,25 +118,15 @@ SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), t
 METHODS = (DENSE32, DENSE16, POWER, PAIRS, PACKED, BALANCED, UNION, SHARED)
 
 
-class WarmUp(NamedTuple):
-    """What the steps of a compressor send until its ratio has come down to the end."""
-
-    steps: int
-    dense: int
-    """The steps that send everything. They are the first ones."""
-    bytes_sent: float
-    """The bytes that each worker sends in all of these steps."""
-
-
-def warm_up(compressor: Compressor, parameters: int, world: int) -> WarmUp:
-    """Return what a warm-up costs in all."""
+def warm_up(compressor: Compressor, parameters: int, world: int) -> tuple[int, int, float]:
+    """Return the steps of a warm-up, how many of them, the first ones, are dense, and the bytes that a worker sends in all."""
     dense, steps, sent = compressor.first_sparse_step(world), 0, 0.0
     whole: Rounds = [Dense().rounds(numel, 0, 0, world) for numel in _sizes(parameters)]
     for stair in compressor.warmup_stairs():
         ratio, steps = compressor.ratio_at(stair.start), stair.stop
         rounds = whole if stair.start < dense else _rounds(compressor, parameters, ratio, world)
         sent += len(stair) * _sent(rounds, world)
-    return WarmUp(steps, dense, sent)
+    return steps, dense, sent
 
 
 def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:
@@ -170,12 +151,12 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
     # (world - 1) * ratio * 8 bytes by allgather, and 2 (world - 1)/world * 2 bytes by allreduce.
     fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {0.5 / world:.3g}."
     advice = f"Fastest exchange of those that train: {best.title}, {best.argument.format(ratio=repr(ratio))}"
-    warming = warm_up(SIDCo(ratio), parameters, world)
+    warming, dense, in_all = warm_up(SIDCo(ratio), parameters, world)
     beginning = (
         f"The table is for steps after the warm-up. That of {PAIRS.argument.format(ratio=repr(ratio))} takes "
-        f"{warming.steps:,} steps, of which the first {warming.dense:,} are\n"
-        f"dense float32. In all of them a worker sends {warming.bytes_sent:,.0f} bytes, as much as in "
-        f"{warming.bytes_sent / DENSE16.bytes_sent(parameters, ratio, world):,.1f} dense float16 steps."
+        f"{warming:,} steps, of which the first {dense:,} are\n"
+        f"dense float32. In all of them a worker sends {in_all:,.0f} bytes, as much as in "
+        f"{in_all / DENSE16.bytes_sent(parameters, ratio, world):,.1f} dense float16 steps."
     )
     return "\n".join([heading, *lines, "", beginning, fewer, advice, LEFT_OUT])
 

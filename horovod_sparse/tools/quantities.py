@@ -1,7 +1,4 @@
-"""Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework.
-
-The `type` of an option is `partial(parse_count, name)`. What says no such quantity raises an ArgumentTypeError that names it.
-"""
+"""Options of commands, as people write them. The `type` of an option is `partial(parse_count, name)`."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ def parse_count(name: str, text: str) -> int:
 
 
 def parse_bandwidth(name: str, text: str) -> float:
-    """Return bytes per second, of bits as tc writes them ("10gbit"), or of bytes with a capital B ("1.2GB"); at least one bit.
-
-    Powers of ten: 1gbit is 125MB. What may mean both, such as 10gb or 10gbps (which tc takes for bytes), is refused.
-    """
+    """Return bytes per second, at least a bit, of bits as tc writes them ("10gbit"), or of bytes with a capital B ("1.2GB")."""
+    # What may mean both, such as 10gb or 10gbps (which tc takes for bytes), is refused.
     expected = "bits per second, such as 100mbit or 10gbit, or bytes per second, such as 1.2GB"
     return float(_number(name, text, _RATES, expected, least=Fraction(1, 8)))
 

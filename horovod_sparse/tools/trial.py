@@ -109,10 +109,8 @@ def _disconnect() -> None:
 
 
 def _sleeper(parameters: int, seconds: float, rank: int) -> nn.Module:
-    """Return a model with so many parameters that sleeps for so long in a step, a third forward and two thirds backward.
-
-    A worker that sleeps leaves the processor to the exchange, as one that computes on a GPU does.
-    """
+    """Return a model with so many parameters that sleeps for so long in a step, a third forward and two thirds backward."""
+    # A worker that sleeps leaves the processor to the exchange, as one that computes on a GPU does.
     import torch
     from torch import nn
 
