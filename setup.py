@@ -20,7 +20,8 @@ def read_description() -> str:
     """Return the README with absolute links, or nothing where it was left out, as in a container that only installs."""
     readme, address = here / "README.md", find('^Repository = "([^"]+)"$', "pyproject.toml")
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    # Package indexes have neither the pages nor the pictures of the repository.
+    # Package indexes have neither the pages nor the pictures of the repository, nor what its host shows beside them.
+    text = text.replace("](../../", f"]({address}/")
     text = re.sub(r"\]\((?=[\w/-]+\.png\))", f"]({address}/raw/main/", text)
     return re.sub(r"\]\((?!https?://|#)", f"]({address}/blob/main/", text)
 

@@ -1,4 +1,4 @@
-"""One version everywhere, and an environment in which no test skips for want of something."""
+"""One version and one list of needs everywhere, and an environment in which no test skips for want of something."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def test_one_version_everywhere() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest.group(1) == version
+
+
+def test_the_recipe_for_conda_says_what_pyproject_says() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, needs = pyproject["project"], recipe["requirements"]
+    assert recipe["context"]["version"] == horovod_sparse.__version__
+    assert recipe["package"]["name"] == project["name"]
+    assert needs["run"] == [f"python {project['requires-python']}", *project["dependencies"]]
+    wanted = [re.sub("(?=>)", " ", one) for one in pyproject["build-system"]["requires"]]
+    assert needs["host"] == ["python", "pip", *wanted]
+    about = recipe["about"]
+    assert (about["summary"], about["license"]) == (project["description"], project["license"])
+    assert [about["license_file"]] == project["license-files"]
 
 
 @pytest.mark.skipif(not Path(sys.prefix, ".setup").exists(), reason="the environment is not one of `make setup`")

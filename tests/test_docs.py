@@ -85,13 +85,25 @@ def test_the_exchange_of_the_page_loses_nothing() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
-        if target.startswith(("https://", "http://")):
+        # "../../actions" is a page of the repository's host.
+        if target.startswith(("https://", "http://", "../../actions/")):
             continue
         name, _, anchor = target.partition("#")
         other = (page.parent / name) if name else page
         assert other.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in pages.anchors(other), f"{page.name} links to {target}"
+
+
+def test_links_of_the_description_on_package_indexes_are_absolute() -> None:
+    done = python("setup.py", "--long-description", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    targets = re.findall(r"\]\(([^)\s]+)\)", done.stdout)
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith("https://") or "/../" in target] == []
+    (badge,) = (target for target in targets if target.endswith("badge.svg"))
+    workflow = badge.partition("/actions/workflows/")[2].partition("/")[0]
+    assert (ROOT / ".github" / "workflows" / workflow).is_file()
 
 
 READ = [page for page in pages.pages() if "evidence" not in page.parts]
