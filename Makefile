@@ -47,7 +47,9 @@ demo-tensorflow: setup ## the same with TensorFlow
 	$(bin)/python examples/demo.py --framework tensorflow
 
 # The theme prints an advertisement of its successor unless the variable is set.
-docs: setup ## build the site in build/site, a warning is an error, and open it in Chromium where there is one; Python 3.11 or later
+# Without leave to install Chromium the site is built all the same, and not opened.
+docs: setup ## build the site in build/site, a warning is an error, and open it in Chromium, which it installs; Python 3.11 or later
+	-docker/system_packages.sh --browser
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
 	$(bin)/python ci/site.py
 

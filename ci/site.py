@@ -2,8 +2,9 @@
 
     python ci/site.py [FOLDER]
 
-The default is build/site. Without Chromium (Debian: chromium, 113 MB to download) it says so and opens nothing. A page of
-its own opens those of the site in frames, looks at them there, and sends what it has seen. No other machine is asked.
+The default is build/site. Without Chromium (Debian: chromium, 113 MB to download, which `make docs` installs where it may)
+it says so and opens nothing. A page of its own opens those of the site in frames, looks at them there, and sends what it has
+seen. No other machine is asked.
 """
 
 from __future__ import annotations

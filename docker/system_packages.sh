@@ -2,8 +2,10 @@
 # Install the system packages that are missing: an MPI with its compiler wrappers, a C++ compiler, make, Python's headers.
 #
 #   docker/system_packages.sh [--python-only] [PYTHON]
+#   docker/system_packages.sh --browser
 #
 #   --python-only   only what virtual environments need: nothing will be compiled
+#   --browser       only what opens the site of `make docs`: Debian's chromium, if no browser of its kind is there
 #   PYTHON          the interpreter that the virtual environment will use; without it, Python itself counts as missing
 #
 # Needs no root when nothing is missing. Knows apt (Debian, Ubuntu); elsewhere it says what to install.
@@ -35,6 +37,10 @@ PY
 
 list_missing() {
     local python_only=
+    if [ "${1:-}" = --browser ]; then
+        has chromium || has chromium-browser || has google-chrome || echo chromium
+        return
+    fi
     if [ "${1:-}" = --python-only ]; then python_only=1; shift; fi
     if [ -n "$python_only" ]; then
         if [ -z "${1:-}" ]; then printf '%s\n' python3 python3-venv; else missing_for_python "$1" | grep -v -e '-dev$' || true; fi
