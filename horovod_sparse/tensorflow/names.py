@@ -28,6 +28,10 @@ class Names:
         """Return the names of some variables, whether they were seen before or not."""
         return [self._name(variable) for variable in variables]
 
+    def know(self, variables: Iterable[Variable]) -> bool:
+        """Return whether one of the variables was seen."""
+        return any(plain(variable).ref() in self._names for variable in variables)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(extent) for extent in self._variables[name].shape)
 

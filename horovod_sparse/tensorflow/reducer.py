@@ -7,14 +7,13 @@ ranks compare their settings then, so that a difference raises on all of them in
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
@@ -38,7 +37,7 @@ from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline, Step, call_host
-from horovod_sparse.tensorflow.names import Names, name_of, plain, renamed
+from horovod_sparse.tensorflow.names import Names, renamed
 from horovod_sparse.tensorflow.reduction import Reduction
 
 Tensor = Any
@@ -50,26 +49,12 @@ Variable = Any
 _agreed: Counter[tuple[int, ...]] = Counter()
 
 
-@dataclass
-class _Use:
-    """What is known of a compressor that serves tapes, also when it is gone."""
+_made: Counter[str] = Counter()
+"""How many compressors have begun to serve tapes, by their settings."""
+_SUSPICIOUS = 10
 
-    compressor: weakref.ref[TensorflowCompressor]
-    settings: str
-    steps: int = 0
-    """Steps that it has reduced. A function that is traced counts as two, because it may run many times."""
-    lost: int = 0
-    """How many compressors with the same settings were there before, one after the other, each for one step and then gone."""
-
-
-_uses: dict[int, _Use] = {}
-"""The `id` of a variable -> the compressor that was the last to reduce it for a tape."""
-
-
-def compressor_of(variable: Variable) -> TensorflowCompressor | None:
-    """Return the compressor that was the last to reduce a variable for a tape; None if there is none, or none any more."""
-    use = _uses.get(id(plain(variable)))
-    return None if use is None else use.compressor()
+unmet: WeakSet[Reducer] = WeakSet()
+"""Those that serve tapes and have not met the optimizer that steps with what they reduce."""
 
 
 class Reducer(Store):
@@ -91,7 +76,6 @@ class Reducer(Store):
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
         self.names = Names()
-        self._use = _Use(weakref.ref(compressor), repr(compressor))
         self._process_set = reduction.process_set
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
@@ -103,6 +87,8 @@ class Reducer(Store):
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
+        if shared:
+            unmet.add(self)
 
     # --- gradients in, reduced gradients out ---
 
@@ -150,7 +136,6 @@ class Reducer(Store):
         self._extend(names, gradients, variables)
         given = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
         frozen = self.names.frozen({*names, *self._planned} - given)
-        self._use.steps += 1 if tf.executing_eagerly() else 2
         reduce = self._function if tf.executing_eagerly() else self._reduce
         return list(reduce(self._agreements, names, frozen, list(gradients), rate, scale))
 
@@ -245,7 +230,6 @@ class Reducer(Store):
             return
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
-            self._check_lasting(variables)
             buckets, dense = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
             deferred = self._deferred_for([*buckets, *dense])
         except Exception as error:
@@ -264,28 +248,6 @@ class Reducer(Store):
         if deferred is not None:
             kept = pipeline.state_dict()
             self._load(merged(kept, deferred), names_in(kept))
-
-    def _check_lasting(self, variables: Sequence[Variable]) -> None:
-        """Raise RuntimeError if every step makes a compressor of its own for its tape. Else remember which one this is."""
-        if not self.shared:
-            return
-        use, known = self._use, {id(variable): variable for variable in map(plain, variables)}
-        before = [_uses[one] for one in known if _uses.get(one, use) is not use]
-        like_this = [one for one in before if (one.steps, one.settings) == (1, use.settings)]
-        if like_this and self.compressor.residual and self.deferred is None:
-            # They may still be in cycles of references.
-            gc.collect()
-            use.lost = max((one.lost + 1 for one in like_this if one.compressor() is None), default=0)
-            if use.lost == 2:
-                raise RuntimeError(
-                    f"compression must outlast the step, but {self.compressor!r} is the third that reduces variable "
-                    f"{name_of(variables[0])!r}: those before are gone, each after one step, and their residuals are lost; "
-                    "make the compressor once, outside of the step, and give it to every tape"
-                )
-        for number, variable in known.items():
-            if number not in _uses:
-                weakref.finalize(variable, _uses.pop, number, None)
-            _uses[number] = use
 
     def _lay_out(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
@@ -387,6 +349,13 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
         refuse_detached(compressor, "TensorFlow")
         if shared:
             refuse_updates(compressor, "a gradient tape, which does not see the optimizer")
+            _made[repr(compressor)] += 1
+            if compressor.residual and _made[repr(compressor)] == _SUSPICIOUS:
+                warnings.warn(
+                    f"horovod_sparse: {compressor!r} is number {_SUSPICIOUS} that serves tapes with these settings; if every "
+                    "step makes a compressor, its residual is lost: make the compressor once, outside of the step",
+                    stacklevel=1,
+                )
         return Reducer(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound

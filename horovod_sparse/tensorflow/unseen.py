@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from weakref import WeakSet
 
 import tensorflow as tf
 
 from horovod_sparse.core.agreement import DIVIDING, warn_unseen
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.reducer import compressor_of
+from horovod_sparse.tensorflow.reducer import unmet
 
 _INSTEAD = (
     "give the optimizer to hvd.DistributedOptimizer(optimizer, compression=...) in place of the tape or, where only its "
     "momentum matters, give the compressor momentum=0.9 and the optimizer none"
 )
-_told: WeakSet[TensorflowCompressor] = WeakSet()
-"""The compressors that have met an optimizer."""
 
 
 def settings_in(optimizer: Any) -> dict[str, Any]:
@@ -34,12 +30,11 @@ def watch_optimizers() -> None:
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         # The `apply` of an optimizer that is distributed is its own.
-        if "apply" not in vars(self):
-            for compressor in {*map(compressor_of, trainable_variables or self._trainable_variables)}:
-                if compressor is None or compressor in _told:
-                    continue
-                _told.add(compressor)
-                warn_unseen(compressor, type(self).__name__, [settings_in(self)], _INSTEAD)
+        if unmet and "apply" not in vars(self):
+            variables = trainable_variables or self._trainable_variables
+            for reducer in [one for one in unmet if one.names.know(variables)]:
+                unmet.discard(reducer)
+                warn_unseen(reducer.compressor, type(self).__name__, [settings_in(self)], _INSTEAD)
         stock(self, grads, trainable_variables)
 
     keras.optimizers.Optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
