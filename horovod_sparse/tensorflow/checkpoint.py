@@ -6,6 +6,7 @@ Files hold NumPy arrays and JSON (`packing`). Reading them runs no code.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_stat
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import gather_json
 from horovod_sparse.tensorflow.names import name_of, plain, same_name
-from horovod_sparse.tensorflow.reducer import Reducer
 
 Variable = Any
 
 _GENERATORS = ("seed_generator_state", "StateVar")
 """Names of the variables in which Keras and TensorFlow keep the states of random generators."""
+_NOT_DISTRIBUTED = SimpleNamespace(reducer=None, local_variables=(), passes_under_way=0)
 
 
 def _workers() -> Workers:
@@ -31,7 +32,7 @@ def _workers() -> Workers:
 
 
 def _compressors(objects: Objects) -> dict[str, TensorflowCompressor]:
-    found = {name: getattr(_reducer_of(one), "compressor", one) for name, one in objects.items()}
+    found = {name: getattr(_distributed(one).reducer, "compressor", one) for name, one in objects.items()}
     # That of an optimizer may have been given as well.
     given = {id(one) for one in objects.values()}
     return {
@@ -45,7 +46,7 @@ def _own(objects: Objects) -> bytes:
     arrays = _arrays(objects, shared=False)
     for name, compressor in _compressors(objects).items():
         arrays[f"{name}/state"] = np.frombuffer(compressor.serialize(), np.uint8)
-    values = {name: one for name, one in objects.items() if not _can_load(one)}
+    values = {name: one for name, one in objects.items() if _variables_of(one) is None}
     for name, value in values.items():
         check_plain(name, value)
     return pack(arrays, {"values": values, "random": random_state()})
@@ -78,7 +79,7 @@ def _decode(content: bytes) -> State:
 
 def _check(objects: Objects, shared: State, own: State) -> tuple[set[str], State]:
     for name, one in objects.items():
-        if not _can_load(one):
+        if _variables_of(one) is None:
             raise ValueError(
                 f"{name} must have variables, got {type(one).__name__}; leave it out and find it in values"
             )
@@ -112,19 +113,15 @@ def _set(objects: Objects, shared: State, own: State) -> None:
     set_random_state(own["random"]["host"])
 
 
-def _can_load(one: Any) -> bool:
-    return isinstance(one, TensorflowCompressor) or _variables_of(one) is not None
-
-
 def _variables(objects: Objects) -> dict[str, list[Variable]]:
     found = {name: _variables_of(one) for name, one in objects.items()}
     return {name: variables for name, variables in found.items() if variables is not None}
 
 
 def _variables_of(one: Any) -> list[Variable] | None:
-    """Return the variables of an object, always in the same order; None if it is no such object."""
+    """Return the variables of an object, always in the same order; None if it is a plain value."""
     if isinstance(one, TensorflowCompressor):
-        return None
+        return []
     if isinstance(one, tf.random.Generator):
         return [one.state]
     if isinstance(plain(one), tf.Variable):
@@ -138,7 +135,7 @@ def _is_shared(one: Any, variable: Variable, local: frozenset[Any]) -> bool:
     if _is_optimizer(one):
         # What an optimizer keeps of a local variable has no mark of its own. One whose updates are exchanged has seen the
         # gradients of its own rank.
-        return not local and getattr(_reducer_of(one), "updates", None) is None
+        return not local and getattr(_distributed(one).reducer, "updates", None) is None
     return bool(variable.trainable) and plain(variable).ref() not in local
 
 
@@ -147,28 +144,22 @@ def _is_optimizer(one: Any) -> bool:
 
 
 def _distributed(one: Any) -> Any:
-    """Return what makes a Keras 3 optimizer distributed (`keras.optimizer.DistributedApply`), or None.
+    """Return what makes a Keras 3 optimizer distributed (`keras.optimizer.DistributedApply`).
 
     Keras takes seconds to import, and a tape does not need it. So the class is not named here.
     """
-    inside = getattr(one, "inner_optimizer", None)
-    found = [getattr(optimizer, "apply", None) for optimizer in (one, inside) if _is_optimizer(optimizer)]
-    return next((apply for apply in found if hasattr(apply, "local_variables")), None)
-
-
-def _reducer_of(one: Any) -> Reducer | None:
-    return getattr(_distributed(one), "reducer", None)
+    apply = getattr(getattr(one, "inner_optimizer", one), "apply", None)
+    return apply if hasattr(apply, "local_variables") else _NOT_DISTRIBUTED
 
 
 def _local_variables(objects: Objects) -> frozenset[Any]:
     """Return the variables whose gradients are not reduced, so that they differ between ranks."""
-    found = (getattr(_distributed(one), "local_variables", ()) for one in objects.values())
-    return frozenset(variable for variables in found for variable in variables)
+    return frozenset(variable for one in objects.values() for variable in _distributed(one).local_variables)
 
 
 def passes_of(one: Any) -> int:
     """Return the number of passes whose gradients an optimizer has summed and not yet applied."""
-    return getattr(_distributed(one), "passes_under_way", 0)
+    return int(_distributed(one).passes_under_way)
 
 
 checkpoints = Checkpoints(_workers, _compressors, _own, _shared, _decode, _check, _set, passes_of)

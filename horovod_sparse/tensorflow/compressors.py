@@ -56,8 +56,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         """
         self.warn_dense()
         tensor = tf.convert_to_tensor(tensor)
-        known = tensor.shape.is_fully_defined()
-        if not tensor.dtype.is_floating or (known and self.leaves_dense("", tensor.shape.num_elements())):
+        if not tensor.dtype.is_floating:
             return tensor, None
         dtype = self.residual_dtype_of(tensor)
 

@@ -28,14 +28,6 @@ class Collectives:
         self._process_set = process_set
         self._zero = make_variable(lambda: np.zeros(1, np.float32), "zero")
 
-    def exchanged_in_every_step(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in a form whose value TensorFlow does not know in advance.
-
-        TensorFlow assumes that Horovod's operations are functions of their inputs. An operation with a constant gradient
-        would run only once, when the graph is optimised, and ranks with other gradients would wait for it.
-        """
-        return tensor + tf.cast(self._zero[0], tensor.dtype)
-
     def result(self, kind: Kind, message: Tensor, name: str, to: Tensor = None) -> Tensor:
         """Return the result of a collective (`protocols.Collective`). For an alltoall, `to` has the rows for each rank."""
         name = self._full(f"{self.number}.{name}")
@@ -45,6 +37,14 @@ class Collectives:
         if kind == "allgather":
             return mpi_ops.allgather(message, **where)
         return mpi_ops._allreduce(message, op=mpi_ops.Sum, **where)
+
+    def result_in_every_step(self, kind: Kind, tensor: Tensor, name: str) -> Tensor:
+        """Return the result of a collective of a tensor whose value TensorFlow may know in advance.
+
+        TensorFlow assumes that Horovod's operations are functions of their inputs. An operation with a constant gradient
+        would run only once, when the graph is optimised, and ranks with other gradients would wait for it.
+        """
+        return self.result(kind, tensor + tf.cast(self._zero[0], tensor.dtype), name)
 
     def _full(self, name: str) -> str:
         # No slashes: Horovod would cut the name there.

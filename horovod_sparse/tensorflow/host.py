@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,8 +101,12 @@ class HostPipeline(Pipeline):
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         reduced: dict[str, Tensor] = {}
+        # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
+        # computed.
+        awaited = [*step.gradients.values()] if self.compressor.holds_back else []
         with tf.device("CPU:0"):
-            with tf.control_dependencies([self._start(step)]):
+            start = call_host(self._start_step, (), [step.scale, step.rate, *awaited], tf.bool)
+            with tf.control_dependencies([start]):
                 for made in self._together(step.buckets):
                     names = [slot.name for bucket in made for slot in bucket.layout.slots]
                     reduced.update(zip(names, self._exchange_all(step, made), strict=True))
@@ -110,13 +115,6 @@ class HostPipeline(Pipeline):
                 end = call_host(self._end, (list(step.others),), others, tf.bool)
             with tf.control_dependencies([end]):
                 return {name: tf.identity(tensor) for name, tensor in reduced.items()}
-
-    def _start(self, step: Step) -> Tensor:
-        """Return the operation that runs before everything else in a step."""
-        # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
-        # computed.
-        gradients = [*step.gradients.values()] if self.compressor.holds_back else []
-        return call_host(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
 
     def _together(self, buckets: Sequence[AnyBucket]) -> list[list[AnyBucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together.
@@ -133,16 +131,15 @@ class HostPipeline(Pipeline):
 
     def _exchange_all(self, step: Step, buckets: list[AnyBucket]) -> list[Tensor]:
         """Return the reduced gradients of some buckets."""
-        usual = self.compressor.exchange
+        usual = partial(self._exchange, step, buckets, self.compressor.exchange)
         if not buckets[0].begins_dense:
-            return self._exchange(step, buckets, usual)
-        return _list(
-            tf.cond(
-                call_host(self._is_dense, (buckets[0].name,), [], tf.bool),
-                lambda: self._exchange(step, buckets, Dense()),
-                lambda: self._exchange(step, buckets, usual),
-            )
+            return usual()
+        reduced: list[Tensor] = tf.cond(
+            call_host(self._is_dense, (buckets[0].name,), [], tf.bool),
+            partial(self._exchange, step, buckets, Dense()),
+            usual,
         )
+        return reduced
 
     def _exchange(self, step: Step, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
@@ -171,21 +168,16 @@ class HostPipeline(Pipeline):
         return str(self.buckets.index(bucket))
 
     def _begin(self, step: Step, bucket: AnyBucket, first: Round) -> Tensor:
-        slots = bucket.layout.slots
-        names = [slot.name for slot in slots if slot.name in step.gradients]
-        frozen = [slot.name for slot in slots if slot.name in step.frozen]
-        return call_host(
-            self._take_in,
-            (bucket.name, names, frozen),
-            [step.rate, *(step.gradients[name] for name in names)],
-            first.dtype or bucket.layout.residual_dtype,
-        )
+        names = [name for name in bucket.slots if name in step.gradients]
+        frozen = [name for name in bucket.slots if name in step.frozen]
+        inputs, dtype = [step.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
+        return call_host(self._take_in, (bucket.name, names, frozen), [step.rate, *inputs], dtype)
 
     def _finish_bucket(self, step: Step, bucket: AnyBucket, result: Tensor) -> list[Tensor]:
         slots = bucket.layout.slots
         types = [step.dtypes[slot.name] for slot in slots]
         reduced = call_host(self._write_out, (bucket.name, types), [result], types)
-        return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
+        return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(reduced, slots, strict=True)]
 
     # --- called from the graph ---
 
@@ -296,7 +288,3 @@ def _threads() -> int:
     said = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     wanted = int(said) if said.isdigit() else 0
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or wanted or os.cpu_count() or 1
-
-
-def _list(tensors: Any) -> list[Tensor]:
-    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]

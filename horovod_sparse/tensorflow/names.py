@@ -73,23 +73,21 @@ def same_name(saved: str, name: str) -> bool:
     Keras counts what has no name of its own ("dense_3"), and calls a variable of a sequential model "sequential/dense/kernel".
     When the same model is loaded, it is called "dense/kernel".
     """
-    saved, name = (re.sub(r"_\d+(?=/|$)", "", one) for one in (saved, name))
-    return saved == name or saved.endswith(f"/{name}") or name.endswith(f"/{saved}")
+    return _fit(*(re.sub(r"_\d+(?=/|$)", "", one) for one in (saved, name)))
+
+
+def _fit(one: str, other: str) -> bool:
+    """Return whether one of the names is, or ends in, the other."""
+    return one == other or one.endswith(f"/{other}") or other.endswith(f"/{one}")
 
 
 def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """Return a compressor's state with the names that its variables have now, or unchanged if they cannot be told apart.
-
-    Keras calls a variable of a sequential model "sequential/dense/kernel". When the same model is loaded, it is called
-    "dense/kernel". So one of the two names may end in the other.
-    """
+    """Return a compressor's state with the names that its variables have now, or unchanged if they cannot be told apart."""
     names = list(names)
     olds = names_in(state)
     new: dict[str, str] = {}
     for name in names:
-        found = [old for old in olds if old == name] or [
-            old for old in olds if old.endswith(f"/{name}") or name.endswith(f"/{old}")
-        ]
+        found = [name] if name in olds else [old for old in olds if _fit(old, name)]
         if len(found) == 1:
             new[found[0]] = name
     if len(new) < len(names):

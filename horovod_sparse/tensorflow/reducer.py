@@ -32,7 +32,7 @@ from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, planned
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.pipeline import AnyBucket
-from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
+from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
@@ -43,16 +43,12 @@ from horovod_sparse.tensorflow.reduction import Reduction
 Tensor = Any
 Variable = Any
 
-# Number of reducers per process set on which the ranks have agreed. The ranks agree on one reducer after the other, so the
-# number identifies the same reducer on all ranks, even if a rank has made reducers that it does not use. The ranks are part of
-# the key because Horovod gives the number of a removed set to the next one that is added.
 _agreed: Counter[tuple[int, ...]] = Counter()
-
-
+"""How many reducers have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
+made does not count. The key includes the ranks because Horovod gives the number of a removed set to the next one."""
 _made: Counter[str] = Counter()
 """How many compressors have begun to serve tapes, by their settings."""
 _SUSPICIOUS = 10
-
 unmet: WeakSet[Reducer] = WeakSet()
 """Those that serve tapes and have not met the optimizer that steps with what they reduce."""
 
@@ -104,10 +100,9 @@ class Reducer(Store):
     ) -> list[Any]:
         """Return the reduced gradients, in the same order. None stays None, unless the variable had a gradient before.
 
-        With a loss scaler, `loss_scale` is its scale; see `Pipeline.start_step`.
-        None also stays None for a Keras variable that is not trainable any more, which may also be left out; its residual and
-        velocity are dropped then.
-        `use_generic_names` is ignored: here the names of collectives never depend on those of tensors.
+        It also stays None for a Keras variable that is not trainable any more, which may also be left out; its residual and
+        velocity are dropped then. `use_generic_names` is ignored: the names of collectives never depend on those of tensors.
+        With a loss scaler, `loss_scale` is its scale (`Pipeline.start_step`).
 
         Raises:
             ValueError: some variables of a bucket are missing, or the ranks differ.
@@ -147,7 +142,7 @@ class Reducer(Store):
             positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
             flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
             sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
-            total = self._collectives.result("allreduce", self._collectives.exchanged_in_every_step(sample), "sample")
+            total = self._collectives.result_in_every_step("allreduce", sample, "sample")
             call_host(self.lengths.note, (), [total / self._process_set.size()], [])
         return reduced
 
@@ -189,9 +184,7 @@ class Reducer(Store):
         number = self.sparse.index(name)
         given = gradient.values, tf.cast(gradient.indices, tf.int64)
         values, indices = (
-            self._collectives.result(
-                "allgather", self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}"
-            )
+            self._collectives.result_in_every_step("allgather", part, f"sparse.{number}.{kind}")
             for part, kind in zip(given, ("values", "indices"), strict=True)
         )
         divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, dtype)
@@ -246,8 +239,7 @@ class Reducer(Store):
         self.sparse.extend(sparse)
         self._dtypes.update({name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
-            kept = pipeline.state_dict()
-            self._load(merged(kept, deferred), names_in(kept))
+            self.load_compression_state(merged(pipeline.state_dict(), deferred))
 
     def _lay_out(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
@@ -293,6 +285,8 @@ class Reducer(Store):
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
+        key = (self._process_set.process_set_id, *self._process_set.ranks)
+        number = _agreed[key] if self._agreements == 0 else self._collectives.number
         mine: dict[str, str | list[str]] = {
             "release": RELEASE,
             "variables": [
@@ -304,15 +298,13 @@ class Reducer(Store):
             "op": self.reduction.op_name,
             "sparse_as_dense": str(self.reduction.sparse_as_dense),
             **self.settings(),
+            "optimizer": f"number {number} of this process set, its agreement number {self._agreements}",
         }
-        key = (self._process_set.process_set_id, *self._process_set.ranks)
-        number = _agreed[key] if self._agreements == 0 else self._collectives.number
-        mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
         everyone = self._collectives.agree(mine, self._first_collective(names))
         compare(mine, everyone, mpi_ops.rank())
         if self._agreements == 0:
             self._collectives.number = number
-            _agreed[key] = max(_agreed[key], number + 1)
+            _agreed[key] += 1
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
 

@@ -11,7 +11,7 @@ import numpy as np
 from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import op_name
+from horovod_sparse.core.agreement import DIVIDING, op_name
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.tensorflow.names import Names
 
@@ -58,13 +58,10 @@ class Reduction:
 
     def _values(self) -> dict[str, object]:
         """Return the arguments as values that can be compared and shown."""
-        groups = (
-            [[id(member) for member in group] for group in self.groups]
-            if isinstance(self.groups, list)
-            else self.groups
-        )
-        process_set = self.process_set.process_set_id
-        return {**vars(self), "op": self.op_name, "groups": groups, "process_set": process_set}
+        groups = self.groups
+        if isinstance(groups, list):
+            groups = [[id(member) for member in group] for group in groups]
+        return {**vars(self), "op": self.op_name, "groups": groups, "process_set": self.process_set.process_set_id}
 
     def group_numbers(self, variables: Sequence[Any], names: Names) -> dict[str, int]:
         """Return the number of each variable's group by the variable's name; without groups, nothing."""
@@ -78,3 +75,8 @@ class Reduction:
             # A variable that is in no group forms a group of its own.
             groups += [[name] for name in all_names if not any(name in group for group in groups)]
         return {name: number for number, group in enumerate(groups) for name in group}
+
+
+def settings_in(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of a Keras optimizer that tell how it uses gradients, by name."""
+    return {name: getattr(optimizer, name) for name in ("momentum", *DIVIDING) if hasattr(optimizer, name)}

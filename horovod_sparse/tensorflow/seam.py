@@ -7,6 +7,7 @@
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would silently train apart (see `keras.optimizer`).
 - What `hvd.join` calls, which must not be called with one of our compressors.
+- `Optimizer.apply` of Keras 3, once a tape has one of our compressors and Keras was imported.
 
 Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
 """
@@ -23,46 +24,57 @@ from typing import Any
 import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
+import tensorflow as tf
 
+from horovod_sparse.core.agreement import warn_unseen
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
-from horovod_sparse.tensorflow.reduction import Reduction
-from horovod_sparse.tensorflow.unseen import watch_optimizers
+from horovod_sparse.tensorflow.reducer import Reducer, reducer_of, unmet
+from horovod_sparse.tensorflow.reduction import Reduction, settings_in
 
 Function = Callable[..., Any]
+
+_INSTEAD = (
+    "give the optimizer to hvd.DistributedOptimizer(optimizer, compression=...) in place of the tape or, where only its "
+    "momentum matters, give the compressor momentum=0.9 and the optimizer none"
+)
+
+
+_signature = functools.cache(inspect.signature)
 
 
 @functools.cache
 def install() -> None:
     """Replace the functions; a second call does nothing."""
     check_release(horovod.__version__)
-    for owner, name, extend in _EXTENSIONS:
-        stock = getattr(owner, name)
-        setattr(owner, name, functools.wraps(stock)(extend(stock)))
+    for owner, name, extension in _EXTENSIONS:
+        setattr(owner, name, _extended(getattr(owner, name), extension))
 
 
-# Each of these takes the stock function and returns its replacement.
-
-
-def _make_allreduce_grads_fn(stock: Function) -> Function:
-    signature = inspect.signature(stock)
-
+def _extended(stock: Function, extension: Function) -> Function:
+    @functools.wraps(stock)
     def extended(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        compression = given["compression"]
-        check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
-        if not isinstance(compression, TensorflowCompressor):
-            return stock(*args, **kwargs)
-        # A new tape is made in every step.
-        is_tape = given["name"] == "DistributedGradientTape"
-        if is_tape and "keras" in sys.modules:
-            watch_optimizers()
-        return reducer_of(compression, Reduction.among(given), shared=is_tape)
+        return extension(stock, *args, **kwargs)
 
     return extended
+
+
+# Each of these gets the stock function and its arguments.
+
+
+def _make_allreduce_grads_fn(stock: Function, *args: Any, **kwargs: Any) -> Any:
+    given = _signature(stock).bind(*args, **kwargs).arguments
+    compression = given["compression"]
+    check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
+    if not isinstance(compression, TensorflowCompressor):
+        return stock(*args, **kwargs)
+    # A new tape is made in every step.
+    is_tape = given["name"] == "DistributedGradientTape"
+    if is_tape and "keras" in sys.modules:
+        _watch_optimizers()
+    return reducer_of(compression, Reduction.among(given), shared=is_tape)
 
 
 def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
@@ -72,73 +84,75 @@ def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
     return [plain(source) for source in sources]
 
 
-def _gradient(stock: Function) -> Function:
-    def extended(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(sources, (list, tuple)):
-            return stock(self, target, _named(self, sources), *args, **kwargs)
-        if not isinstance(self._allreduce_grads, Reducer):
-            return stock(self, target, sources, *args, **kwargs)
-        return stock(self, target, _named(self, [sources]), *args, **kwargs)[0]
-
-    return extended
+def _gradient(stock: Function, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(sources, (list, tuple)):
+        return stock(tape, target, _named(tape, sources), *args, **kwargs)
+    if not isinstance(tape._allreduce_grads, Reducer):
+        return stock(tape, target, sources, *args, **kwargs)
+    return stock(tape, target, _named(tape, [sources]), *args, **kwargs)[0]
 
 
-def _register_local_source(stock: Function) -> Function:
-    def extended(self: Any, source: Any) -> None:
-        stock(self, plain(source))
-
-    return extended
+def _register_local_source(stock: Function, tape: Any, source: Any) -> None:
+    stock(tape, plain(source))
 
 
-def _get_local_and_global_gradients(stock: Function) -> Function:
-    def extended(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(self, target, _named(self, sources), *args, **kwargs)
+def _get_local_and_global_gradients(
+    stock: Function, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return stock(tape, target, _named(tape, sources), *args, **kwargs)
 
-    return extended
 
+def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) -> Any:
+    given = _signature(stock).bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    optimizer, compression = arguments["optimizer"], arguments["compression"]
+    check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
+    # Imported here, because Keras takes seconds to import and a tape does not need it.
+    import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
 
-def _create_distributed_optimizer(stock: Function) -> Function:
-    signature = inspect.signature(stock)
-
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
-        check_kind(arguments["compression"], TensorflowCompressor, "horovod_sparse.tensorflow")
-        # Imported here, because Keras takes seconds to import and a tape does not need it.
-        import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
-
-        if not hasattr(type(arguments["optimizer"]), "from_config"):
-            raise TypeError(
-                f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {arguments['optimizer']!r}"
-            )
-        is_ours = isinstance(arguments["compression"], TensorflowCompressor)
-        is_keras_3 = keras_optimizer.is_keras_3(arguments["optimizer"])
-        if is_ours and is_keras_3:
-            del arguments["keras"]
-            return keras_optimizer.make(**arguments)
-        if is_ours:
-            raise ValueError(
-                f"optimizer must be one of Keras 3 with a sparsifier, got {arguments['optimizer']!r}; leave "
-                "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
-            )
+    if not hasattr(type(optimizer), "from_config"):
+        raise TypeError(f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {optimizer!r}")
+    is_keras_3 = keras_optimizer.is_keras_3(optimizer)
+    if isinstance(compression, TensorflowCompressor):
         if is_keras_3:
-            warnings.warn(
-                "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
-                "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",
-                stacklevel=3,
-            )
-        return stock(*args, **kwargs)
+            del arguments["keras"]
+            return keras_optimizer.DistributedOptimizer(**arguments)
+        raise ValueError(
+            f"optimizer must be one of Keras 3 with a sparsifier, got {optimizer!r}; leave TF_USE_LEGACY_KERAS unset, or use "
+            "hvd.DistributedGradientTape"
+        )
+    if is_keras_3:
+        warnings.warn(
+            "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
+            "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",
+            stacklevel=4,
+        )
+    return stock(*args, **kwargs)
 
-    return extended
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Warn from now on of Keras 3 optimizers that step with gradients of a sparse tape, which does not see them."""
+    import keras
+
+    stock = keras.optimizers.Optimizer.apply
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        # The `apply` of an optimizer that is distributed is its own.
+        if unmet and "apply" not in vars(self):
+            variables = trainable_variables or self._trainable_variables
+            for reducer in [one for one in unmet if one.names.know(variables)]:
+                unmet.discard(reducer)
+                warn_unseen(reducer.compressor, type(self).__name__, [settings_in(self)], _INSTEAD)
+        stock(self, grads, trainable_variables)
+
+    keras.optimizers.Optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
 
 
-def _join(stock: Function) -> Function:
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        refuse_join()
-        return stock(*args, **kwargs)
-
-    return extended
+def _join(stock: Function, *args: Any, **kwargs: Any) -> Any:
+    refuse_join()
+    return stock(*args, **kwargs)
 
 
 _TAPE = horovod_tensorflow._DistributedGradientTape
@@ -151,4 +165,4 @@ _EXTENSIONS = (
     # All names of `hvd.join` end here, also those that were imported before.
     (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", _join),
 )
-"""Module or class, name, and what makes the extension."""
+"""Module or class, name, and the extension."""

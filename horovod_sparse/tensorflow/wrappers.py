@@ -40,9 +40,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return stock.DistributedOptimizer(optimizer, use_locking=use_locking, **arguments)
     # Imported here, because Keras takes seconds to import.
-    from horovod_sparse.tensorflow.keras import wrappers
+    from horovod_sparse.tensorflow.keras import optimizer as of_keras
 
-    return wrappers.DistributedOptimizer(optimizer, **arguments)
+    return of_keras.DistributedOptimizer(optimizer, **arguments)
 
 
 def broadcast_variables(

@@ -18,15 +18,21 @@ from horovod_sparse.tensorflow.compressors import *
 
 # This also binds `callbacks` to our module; the star import has bound it to Horovod's.
 from horovod_sparse.tensorflow.keras.callbacks import CheckpointCallback as CheckpointCallback
-from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer as DistributedOptimizer
-from horovod_sparse.tensorflow.keras.wrappers import load_model as load_model
+from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
-_OWN_MODULES = ("loss_scaling", "optimizer", "wrappers")
+# Horovod's leaves optimizers of Keras 3 as they are, without a word.
+del globals()["load_model"]
+
+_OWN_MODULES = ("loss_scaling", "momentum", "optimizer")
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in _OWN_MODULES]
 
 
 def __getattr__(name: str) -> _Any:
     """Return any other attribute of Horovod's module, private names too."""
+    if name == "load_model":
+        raise AttributeError(
+            "use keras.models.load_model, and make model.optimizer distributed: hvd.DistributedOptimizer"
+        )
     return getattr(_stock, name)

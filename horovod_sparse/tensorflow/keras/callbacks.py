@@ -35,12 +35,10 @@ class BroadcastGlobalVariablesCallback(stock.BroadcastGlobalVariablesCallback):
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__(root_rank, device)
-        self.broadcast_done = False
         if local_variables is not None and not isinstance(local_variables, Iterable):
             local_variables = [local_variables]
-        for variable in local_variables or ():
-            self.register_local_var(variable)
+        super().__init__(root_rank, device, [plain(variable) for variable in local_variables or ()])
+        self.broadcast_done = False
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable out of the broadcast."""

@@ -39,8 +39,8 @@ def follow_scalers() -> None:
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
         distributed = vars(self.inner_optimizer).get("apply")
-        if hasattr(distributed, "apply_scaled"):
-            distributed.apply_scaled(self, functools.partial(stock, self), grads, trainable_variables)
+        if hasattr(distributed, "local_variables"):
+            distributed.step(grads, trainable_variables, self, functools.partial(stock, self))
         else:
             stock(self, grads, trainable_variables)
 

@@ -10,41 +10,29 @@ import keras
 import tensorflow as tf
 
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.keras.loss_scaling import inner_of
-
-Variable = Any
 
 
-def move_momentum(
-    compression: TensorflowCompressor, optimizer: Any, gradients: Sequence[Any], *, can_move: bool
-) -> bool:
-    """Let a compressor with `momentum="auto"` apply an optimizer's momentum. Return whether it does.
+def moved_momentum(
+    compression: TensorflowCompressor, optimizer: Any, gradients: list[Any], variables: list[Any], *, can_move: bool
+) -> list[int] | None:
+    """Let a compressor with `momentum="auto"` apply an optimizer's momentum, if it may move. Call this in the first step.
 
-    Args:
-        compression: which then has the momentum. Nothing was reduced yet.
-        optimizer: Keras' own, or a LossScaleOptimizer around it.
-        gradients: those of the first step.
-        can_move: False leaves the momentum in the optimizer.
+    Return the numbers of the velocities that a dense training has left in the optimizer; None if its momentum stays there.
     """
-    inner = inner_of(optimizer)
-    if compression.momentum != "auto" or not getattr(inner, "momentum", 0.0):
-        return False
-    is_sgd = getattr(type(inner), "update_step", None) is keras.optimizers.SGD.update_step
+    if compression.momentum != "auto" or not getattr(optimizer, "momentum", 0.0):
+        return None
+    is_sgd = getattr(type(optimizer), "update_step", None) is keras.optimizers.SGD.update_step
     # Clipping comes after the reduction. It is meant for gradients, not for velocities.
-    clips = any(getattr(inner, name) is not None for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+    clips = any(getattr(optimizer, name) is not None for name in ("clipnorm", "clipvalue", "global_clipnorm"))
     sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
     moves = can_move and is_sgd and compression.residual and not clips and not sparse
-    compression.move_momentum(inner.momentum if moves else 0.0, bool(getattr(inner, "nesterov", False)))
-    return moves
-
-
-def velocities_left(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
-    """Return the numbers of the velocities that a dense training has left in an optimizer. Call this in the first step."""
-    inner = inner_of(optimizer)
+    compression.move_momentum(optimizer.momentum if moves else 0.0, bool(getattr(optimizer, "nesterov", False)))
+    if not moves:
+        return None
     with tf.init_scope():
-        if not inner.built:
-            inner.build(variables)
-        return [number for number, velocity in enumerate(inner.momentums) if bool(keras.ops.any(velocity != 0))]
+        if not optimizer.built:
+            optimizer.build(variables)
+        return [number for number, velocity in enumerate(optimizer.momentums) if bool(keras.ops.any(velocity != 0))]
 
 
 @contextmanager
@@ -53,14 +41,13 @@ def without_momentum(optimizer: Any, left: Sequence[int]) -> Iterator[None]:
 
     The optimizer keeps its velocities as variables, so that its checkpoints stay the same; they are zero otherwise.
     """
-    inner = inner_of(optimizer)
-    momentum = inner.momentum
+    momentum = optimizer.momentum
     for number in left:
-        velocity, variable = inner.momentums[number], inner._trainable_variables[number]
+        velocity, variable = optimizer.momentums[number], optimizer._trainable_variables[number]
         velocity.assign(velocity * momentum)
-        variable.assign_add(velocity * momentum if inner.nesterov else velocity)
-    inner.momentum = 0.0
+        variable.assign_add(velocity * momentum if optimizer.nesterov else velocity)
+    optimizer.momentum = 0.0
     try:
         yield
     finally:
-        inner.momentum = momentum
+        optimizer.momentum = momentum

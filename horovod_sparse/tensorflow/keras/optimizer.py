@@ -6,28 +6,28 @@ instance. Its class stays that of the plain optimizer, and so does what is saved
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import horovod.tensorflow as horovod_tensorflow
+import horovod.tensorflow.keras as stock
 import keras
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
+from horovod.tensorflow import Average, Compression, global_process_set, mpi_ops
 
 from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import make_variable
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, spoiled
-from horovod_sparse.tensorflow.keras.momentum import move_momentum, velocities_left, without_momentum
-from horovod_sparse.tensorflow.keras.updates import step_alone
+from horovod_sparse.tensorflow.keras.momentum import moved_momentum, without_momentum
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
-from horovod_sparse.tensorflow.reduction import Reduction
-from horovod_sparse.tensorflow.unseen import settings_in
+from horovod_sparse.tensorflow.reduction import Reduction, settings_in
 
 Tensor = Any
 Variable = Any
@@ -43,220 +43,238 @@ def is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "apply")
 
 
-def make(
+def DistributedOptimizer(  # noqa: N802  Horovod's name.
     optimizer: Any,
-    *,
-    name: str | None,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    backward_passes_per_step: int,
-    average_aggregated_gradients: bool,
-    scale_local_gradients: bool,
-    **arguments: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a Keras 3 optimizer distributed and return it.
+    """Make a Keras optimizer reduce its gradients over all workers before it applies them.
 
-    The arguments are those of Horovod's `DistributedOptimizer`; `arguments` are those of `Reduction`.
+    A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Others go to stock Horovod.
+    A `keras.optimizers.LossScaleOptimizer` may be inside of it or around it. Models must be compiled with
+    `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
+
+    Args:
+        optimizer: a plain Keras optimizer. Its clipping and weight decay act after the reduction.
+        name: prefix of the operations of a dense reduction.
+        device_dense: device for a dense reduction.
+        device_sparse: device for a dense reduction.
+        compression: one of our compressors, which must not serve another optimizer, or one of `hvd.Compression`.
+        sparse_as_dense: whether `tf.IndexedSlices` are reduced as dense tensors.
+        gradient_predivide_factor: the part of the average's divisor that is applied before the sum instead of after it.
+        op: hvd.Average or hvd.Sum.
+        backward_passes_per_step: number of passes whose gradients are summed here before they are reduced and applied.
+            `optimizer.iterations` counts passes.
+        average_aggregated_gradients: whether that sum is divided by the number of passes.
+        num_groups: the older form of `groups`.
+        groups: a number of groups, or lists of variables, that are reduced together.
+        process_set: the workers that take part.
+        scale_local_gradients: whether gradients of local variables are divided by the number of workers. Local variables are
+            those given to `optimizer.register_local_var(variable)`; their gradients stay this worker's own.
 
     Raises:
-        ValueError: the optimizer or the compression cannot be used this way.
+        ValueError: an argument cannot be honoured; the message says what to do instead.
     """
-    reduction = Reduction(**arguments)
-    workers = reduction.process_set
+    # Nothing but the arguments is a local variable yet.
+    arguments = dict(locals())
+    del arguments["num_groups"]
+    if groups is None and num_groups != 0:
+        arguments["groups"] = num_groups
+    if not is_keras_3(optimizer):
+        return stock.DistributedOptimizer(**arguments)
+    reduction = Reduction.among(arguments)
+    workers, passes = reduction.process_set, backward_passes_per_step
+    # A LossScaleOptimizer calls the distributed `apply` of the optimizer inside of it (`follow_scalers`).
+    inner = inner_of(optimizer)
     check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
-    _check_optimizer(optimizer, backward_passes_per_step)
+    _check_optimizer(inner, passes)
     _check_reduction(reduction)
     reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
         compression.check_free()
-        inner = inner_of(optimizer)
-        updates = exchanges_updates(compression, [settings_in(inner)])
+        settings = [settings_in(inner)]
+        updates = exchanges_updates(compression, settings)
         if updates:
-            reduction = dataclasses.replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
+            reduction = replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
         else:
-            check_optimizer(compression, type(inner).__name__, [settings_in(inner)])
+            check_optimizer(compression, type(inner).__name__, settings)
         reducer = reducer_of(compression, reduction, shared=False)
         if updates and reducer.active:
             reducer.updates = f"updates of {type(inner).__name__} in place of gradients"
-            reducer.lengths.grow = divides([settings_in(inner)])
-        reducer.settings = functools.partial(
-            _settings_of, optimizer, reducer, backward_passes_per_step, average_aggregated_gradients
-        )
-        reduce = _compressed(reducer)
+            reducer.lengths.grow = divides(settings)
+        reducer.settings = functools.partial(_settings_of, inner, reducer, passes, average_aggregated_gradients)
+        reduce: Reduce = functools.partial(_reduce_sparse, reducer)
     else:
         reduce = _Dense(
-            **arguments,
+            **vars(reduction),
             name=name or f"Distributed{type(optimizer).__name__}",
             device_dense=device_dense,
             device_sparse=device_sparse,
             compression=compression,
         )
     follow_scalers()
-    passes = backward_passes_per_step
     distributed = DistributedApply(
-        optimizer,
+        inner,
         reduce,
+        reducer,
         accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
-        reducer=reducer,
     )
-    optimizer.apply = distributed
-    optimizer.register_local_var = distributed.register_local_var
+    inner.apply = distributed
+    optimizer.register_local_var = inner.register_local_var = distributed.register_local_var
     return optimizer
 
 
+@dataclass(eq=False)
 class DistributedApply:
     """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        reduce: Reduce,
-        *,
-        reducer: Reducer | None,
-        accumulator: _Accumulator | None,
-        passes_divisor: int,
-        local_divisor: int,
-    ) -> None:
-        self.reducer = reducer
-        """None if the reduction is dense."""
-        self.local_variables: set[Any] = set()
-        """References to variables whose gradients are not reduced."""
-        self._optimizer = optimizer
-        self._stock_apply = optimizer.apply
-        self._moves_momentum: bool | None = None
-        """Whether the optimizer's momentum is applied before the selection; None until the first step."""
-        self._left: list[int] | None = None
-        """The velocities in the optimizer that are not zero; None until the first step, because looking takes a pass."""
-        self._reduce = reduce
-        self._accumulator = accumulator
-        self._passes_divisor = passes_divisor
-        self._local_divisor = local_divisor
-        """What the gradients of local variables are divided by."""
-        self._checked = False
-        self._reduced_already = False
-        """Whether a LossScaleOptimizer is about to apply gradients that have been reduced."""
+    optimizer: Any
+    reduce: Reduce
+    reducer: Reducer | None
+    """None if the reduction is dense."""
+    accumulator: _Accumulator | None
+    passes_divisor: int
+    local_divisor: int
+    """What the gradients of local variables are divided by."""
+    local_variables: set[Any] = field(default_factory=set)
+    """References to variables whose gradients are not reduced."""
+    _left: list[int] | None = None
+    """The velocities in the optimizer that are not zero, if its momentum is applied before the selection."""
+    _begun: bool = False
+    _reduced_already: bool = False
+    """Whether gradients that have been reduced are being applied, by a LossScaleOptimizer or directly."""
+
+    def __post_init__(self) -> None:
+        self._stock_apply = self.optimizer.apply
 
     @property
     def passes_under_way(self) -> int:
         """Number of passes whose gradients are summed and not yet applied."""
-        return 0 if self._accumulator is None else self._accumulator.count
+        return 0 if self.accumulator is None else int(self.accumulator.count.numpy())
 
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self.local_variables.add(plain(var).ref())
 
-    def _apply(self, gradients: Sequence[Any], variables: Sequence[Variable] | None = None) -> None:
-        if self._moves_momentum and variables is not None:
-            if self._left is None:
-                self._left = velocities_left(self._optimizer, variables)
-            with without_momentum(self._optimizer, self._left):
-                self._stock_apply(gradients, variables)
-        else:
-            self._stock_apply(gradients, variables)
-
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Reduce the gradients and apply them; with several passes per step, only in the last pass."""
-        if self._reduced_already:
-            self._apply(grads, trainable_variables)
-        else:
-            self._step(grads, trainable_variables, self._optimizer, self._apply)
+        if not self._reduced_already:
+            self.step(grads, trainable_variables, self.optimizer, self)
+            return
+        with nullcontext() if self._left is None else without_momentum(self.optimizer, self._left):
+            self._stock_apply(grads, trainable_variables)
 
-    @tf.autograph.experimental.do_not_convert
-    def apply_scaled(
-        self, scaler: Any, apply: Apply, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None
+    def step(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None, optimizer: Any, stock_apply: Apply
     ) -> None:
-        """Do the same for a LossScaleOptimizer around the optimizer, whose plain `apply` is given.
+        """Reduce the gradients and apply them with `stock_apply`, which is that of `optimizer`.
 
-        It gets reduced gradients. So it decides on every rank in the same way whether the step is left out.
+        It may be a LossScaleOptimizer around this one. It gets reduced gradients, so it decides on every rank in the same way
+        whether the step is left out.
         """
 
-        def apply_reduced(gradients: list[Any], variables: list[Variable]) -> None:
+        def apply(gradients: list[Any], variables: list[Variable]) -> None:
             self._reduced_already = True
             try:
-                apply(gradients, variables)
+                stock_apply(gradients, variables)
             finally:
                 self._reduced_already = False
 
-        self._step(grads, trainable_variables, scaler, apply_reduced)
-
-    def _step(
-        self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None, optimizer: Any, apply: Apply
-    ) -> None:
         if trainable_variables is None:
             # Keras has no public way to get the variables that the optimizer was built with.
-            trainable_variables = self._optimizer._trainable_variables
+            trainable_variables = self.optimizer._trainable_variables
         grads, variables = list(grads), list(trainable_variables)
         if not grads or len(grads) != len(variables):
             # There is nothing to do, or the optimizer raises its own error.
             apply(grads, variables)
             return
-        if self._moves_momentum is None:
-            self._moves_momentum = (
-                self.reducer is not None
-                and self.reducer.active
-                and move_momentum(self.reducer.compressor, self._optimizer, grads, can_move=not self.local_variables)
-            )
-        if not self._checked or not tf.executing_eagerly():
+        if not self._begun or not tf.executing_eagerly():
             _check_callers(optimizer)
-            self._checked = True
-        if self._accumulator is None:
+        if not self._begun and self.reducer is not None and self.reducer.active:
+            can_move = not self.local_variables
+            self._left = moved_momentum(self.reducer.compressor, self.optimizer, grads, variables, can_move=can_move)
+        self._begun = True
+        if self.accumulator is None:
             self._reduce_and_apply(grads, variables, optimizer, apply)
             return
-        sums, is_full = self._accumulator.add(grads, variables)
+        sums, is_full = self.accumulator.add(grads, variables)
         # The condition is the same on all ranks, so that all or none of them reach the collectives.
         tf.cond(is_full, lambda: self._apply_sums(sums, variables, optimizer, apply), self._skip)
 
     def _apply_sums(self, sums: list[Any], variables: list[Variable], optimizer: Any, apply: Apply) -> Tensor:
-        assert self._accumulator is not None
+        assert self.accumulator is not None
         # Clear first. If the reduction raised before that, the passes that follow would never make a step.
-        with tf.control_dependencies(self._accumulator.clear()):
-            self._reduce_and_apply(sums, variables, optimizer, apply, self._passes_divisor)
+        with tf.control_dependencies(self.accumulator.clear()):
+            self._reduce_and_apply(sums, variables, optimizer, apply, self.passes_divisor)
         return tf.constant(True)
 
     def _skip(self) -> Tensor:
         # Count every pass, as stock Horovod does.
-        self._optimizer.iterations.assign_add(1)
+        self.optimizer.iterations.assign_add(1)
         return tf.constant(False)
 
     def _reduce_and_apply(
         self, gradients: list[Any], variables: list[Variable], optimizer: Any, apply: Apply, passes: int = 1
     ) -> None:
         is_local = [plain(variable).ref() in self.local_variables for variable in variables]
-        divisors = [passes * (self._local_divisor if local else 1) for local in is_local]
+        divisors = [passes * (self.local_divisor if local else 1) for local in is_local]
         exchanged = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
         if self.reducer is not None and self.reducer.updates is not None:
             own = [_divide(*pair) for pair in zip(gradients, divisors, strict=True)]
-            step_alone(apply, own, variables, exchanged, self._reduce, optimizer)
+            self._exchange_updates(own, variables, exchanged, optimizer, apply)
             return
         given = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
         if is_scaler(optimizer) and any(is_local):
             given = spoiled(given, [gradient for gradient, local in zip(gradients, is_local, strict=True) if local])
-        reduced = iter(self._reduce(given, exchanged, optimizer))
+        reduced = iter(self.reduce(given, exchanged, optimizer))
         found = [gradient if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
         apply([_divide(*pair) for pair in zip(found, divisors, strict=True)], variables)
 
+    def _exchange_updates(
+        self, gradients: list[Any], variables: list[Variable], exchanged: list[Variable], optimizer: Any, apply: Apply
+    ) -> None:
+        """Apply this worker's gradients, and exchange how far that has moved the variables, some of which are `exchanged`.
 
-def _compressed(reducer: Reducer) -> Reduce:
-    def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-        if reducer.updates is not None:
-            return reducer.means_of_updates(gradients, variables)
-        rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
-        if is_scaler(optimizer):
-            reducer.undoes = True
-            scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
-            return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
-        # Undo a fixed loss scale. Nothing leaves out a step because of it.
-        factor = optimizer.loss_scale_factor
-        if factor is None:
-            return list(reducer(gradients, variables, learning_rate=rate))
-        gradients = [_divide(gradient, factor) for gradient in gradients]
-        return [_divide(gradient, 1.0 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
+        If a gradient holds NaN or infinity, the exchange raises on all workers, and the optimizer has seen zeros. A
+        LossScaleOptimizer leaves out the step of this worker instead. If the exchange raises, the variables are as before.
+        """
+        assert self.reducer is not None
+        before = [tf.identity(plain(variable)) for variable in exchanged]
+        scales = is_scaler(optimizer)
+        apply(gradients if scales else [_finite(gradient) for gradient in gradients], variables)
+        moved = [start - plain(variable) for start, variable in zip(before, exchanged, strict=True)]
+        if not scales:
+            moved = spoiled(moved, gradients)
+        for start, variable in zip(before, exchanged, strict=True):
+            plain(variable).assign(start)
+        for mean, variable in zip(self.reducer.means_of_updates(moved, exchanged), exchanged, strict=True):
+            plain(variable).assign_sub(mean)
 
-    return reduce
+
+def _reduce_sparse(reducer: Reducer, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
+    rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
+    if is_scaler(optimizer):
+        reducer.undoes = True
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
+        return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
+    # Undo a fixed loss scale. Nothing leaves out a step because of it.
+    factor = optimizer.loss_scale_factor or 1
+    gradients = [_divide(gradient, factor) for gradient in gradients]
+    return [_divide(gradient, 1 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
 
 
 def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
@@ -265,10 +283,9 @@ def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: 
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
     settings["updates"] = str(reducer.updates)
     if compression.in_updates:
-        inner = inner_of(optimizer)
         with tf.init_scope():
-            settings["learning_rate"] = repr(float(tf.convert_to_tensor(inner.learning_rate)))
-        settings["momentum"] = str(getattr(inner, "momentum", None))
+            settings["learning_rate"] = repr(float(tf.convert_to_tensor(optimizer.learning_rate)))
+        settings["momentum"] = str(getattr(optimizer, "momentum", None))
     if compression.momentum_correction is not None:
         settings["momentum before the selection"] = repr(compression.momentum_correction)
     return settings
@@ -312,14 +329,15 @@ class _Accumulator:
     def __init__(self, passes: int, sparse_as_dense: bool) -> None:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
-        self._count = make_variable(lambda: 0, "passes")
+        self.count = make_variable(lambda: 0, "passes")
+        """Number of passes in the sums."""
         self._sums: dict[Any, Variable] = {}
 
     def add(self, gradients: list[Any], variables: list[Variable]) -> tuple[list[Any], Tensor]:
         """Add a pass of gradients. Return the sums, None where there has never been one, and whether a step is complete."""
-        self._count.assign_add(1)
+        self.count.assign_add(1)
         sums = [self._add(gradient, plain(variable)) for gradient, variable in zip(gradients, variables, strict=True)]
-        return sums, tf.equal(self._count, self._passes)
+        return sums, tf.equal(self.count, self._passes)
 
     def _add(self, gradient: Any, variable: Variable) -> Tensor | None:
         if isinstance(gradient, tf.IndexedSlices):
@@ -332,28 +350,31 @@ class _Accumulator:
         total = self._sums.get(variable.ref())
         if gradient is not None:
             if total is None:
-                shape, dtype = variable.shape, gradient.dtype
-                total = make_variable(lambda: tf.zeros(shape, dtype), "sum")
+                total = make_variable(functools.partial(tf.zeros, variable.shape, gradient.dtype), "sum")
                 self._sums[variable.ref()] = total
             total.assign_add(gradient)
         return None if total is None else total.read_value()
 
-    @property
-    def count(self) -> int:
-        """Number of passes in the sums."""
-        return int(self._count.numpy())
-
     def clear(self) -> list[Any]:
         """Return operations that set the sums and the count to zero for the next step."""
-        return [variable.assign(tf.zeros_like(variable)) for variable in (self._count, *self._sums.values())]
+        return [variable.assign(tf.zeros_like(variable)) for variable in (self.count, *self._sums.values())]
 
 
 def _divide(gradient: Any, divisor: Any) -> Any:
-    if gradient is None or (isinstance(divisor, (int, float)) and divisor == 1):
+    if isinstance(divisor, (int, float)) and divisor == 1:
         return gradient
+    return _on_values(lambda values: values / tf.cast(divisor, values.dtype), gradient)
+
+
+def _finite(gradient: Any) -> Any:
+    """Return a gradient in which NaN and infinity are zero."""
+    return _on_values(lambda values: tf.where(tf.math.is_finite(values), values, tf.zeros_like(values)), gradient)
+
+
+def _on_values(function: Callable[[Tensor], Tensor], gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divide(gradient.values, divisor), gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(divisor, gradient.dtype)
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else function(gradient)
 
 
 def _check_optimizer(optimizer: Any, passes: int) -> None:
@@ -362,11 +383,11 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
             f"the Keras backend must be 'tensorflow' with horovod.tensorflow, got {keras.backend.backend()!r}; set "
             "KERAS_BACKEND=tensorflow"
         )
-    if any(isinstance(vars(one).get("apply"), DistributedApply) for one in (optimizer, inner_of(optimizer))):
+    if isinstance(vars(optimizer).get("apply"), DistributedApply):
         raise ValueError(f"optimizer must be a plain one, but {optimizer.name!r} is distributed already")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes!r}")
-    steps = inner_of(optimizer).gradient_accumulation_steps
+    steps = optimizer.gradient_accumulation_steps
     if steps:
         raise ValueError(
             f"optimizer must have gradient_accumulation_steps=None, got {steps}: Keras sums after the reduction, which would "

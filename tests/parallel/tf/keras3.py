@@ -446,6 +446,10 @@ def saved_models_know_nothing_of_horovod() -> None:
                 np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
             for one in (keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer)), plain.optimizer):
                 assert "apply" not in vars(one)
+            hvd.DistributedOptimizer(plain.optimizer, compression=TopK(0.01, warmup=None))
+            fit(plain, range(3, 5))
+            assert_in_step(plain)
+        assert not hasattr(hvd, "load_model"), "Horovod's leaves the optimizer as it is"
         path = Path(directory) / "SGD.keras"
         code = (
             f"import keras, sys; model = keras.models.load_model({str(path)!r}); "
