@@ -1,12 +1,14 @@
-"""What a worker of an elastic job does, with PyTorch.
+"""What a worker of an elastic job does, with PyTorch. Workers kill themselves, and ask for others, in given steps.
 
 horovodrun ... python -m parallel.elastic HOSTS
 
-HOSTS is the file that the discovery script prints.
+HOSTS is the file that the discovery script prints. A host is a name of this machine that Horovod takes for another one.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,30 @@ from torch import Tensor
 from horovod_sparse.torch import DGC, MiCRO, SIDCo
 
 from .common import BUCKET_BYTES, assert_identical, digest, loss_of, small_model
-from .hosts import MOST, after, begin_step, goes_on
+
+FIRST_HOSTS = ("localhost", "127.0.0.1")
+MORE_HOSTS = ("127.1", "127.0.1")
+DIES = {6: "127.0.0.1", 20: "127.0.1"}
+"""The step in which a worker gets SIGKILL, and its host: first it is one of two workers, then one of three."""
+ASKS = 12
+"""The step in which the only worker that is left asks for two more. It trains on until they are there."""
+STEPS = 30
+MOST = 20_000
+"""Steps after which nobody has come."""
+
+
+def write_hosts(path: Path, hosts: tuple[str, ...]) -> None:
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text("".join(f"{host}:1\n" for host in hosts))
+    unfinished.replace(path)
+
+
+def begin_step(hosts: Path, step: int, rank: int) -> None:
+    """Die, or ask for other workers, if it is time. `hosts` is the file that the discovery script prints."""
+    if DIES.get(step) == os.environ["HOROVOD_HOSTNAME"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == ASKS and rank == 0:
+        write_hosts(hosts, (FIRST_HOSTS[0], *MORE_HOSTS))
 
 
 class Trainings:
@@ -72,13 +97,14 @@ def main(hosts: Path) -> None:
         print(f"rank {hvd.rank()} of {hvd.size()} begins at step {state.step}", flush=True)
         if state.step in committed:
             assert digest(trainings.residuals()) == committed[state.step], "a survivor's residuals have changed"
-        while goes_on(state.step, hvd.size()):
+        while state.step < STEPS or hvd.size() == 1:
             begin_step(hosts, state.step, hvd.rank())
             trainings.train(state.step)
             for model in trainings.models.values():
                 assert_identical(model)
             assert_identical([trainings.lengths()])
-            state.step = after(state.step, hvd.size())
+            # The second death is in a step that begins when three workers train.
+            state.step = min(state.step + 1, 19) if hvd.size() == 1 else state.step + 1
             committed[state.step] = digest(trainings.residuals())
             state.commit()
             trained.append(hvd.size())

@@ -90,11 +90,11 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
         if seed is not None and hvd.rank() == victim and step == moment:
             kill_later(seconds)
         if step % EVERY == 0:
+            report("saved", trainings.residuals())
             save_checkpoint(folder, step, keep=2, **trainings.objects)
         trainings.train()
     kept = [one for training in trainings.parts.values() for one in training.model.state_dict().values()]
     print(f"rank {hvd.rank()} ended with {digest([*kept, *trainings.residuals().values()])}", flush=True)
-    report("kept", trainings.residuals())
 
 
 if __name__ == "__main__":

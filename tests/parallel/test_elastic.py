@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .hosts import FIRST_HOSTS, write_hosts
+from .elastic import FIRST_HOSTS, write_hosts
 from .launch import Launch
 
 pytestmark = [pytest.mark.parallel, pytest.mark.full]

@@ -5,32 +5,21 @@ from __future__ import annotations
 import pytest
 
 from .launch import Launch
-from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
+from .scenario import TF_2, TF_GLOO_2
 
 LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
 ALONE = Launch("plain")
 
-ORDERS = [(MPI_2, "horovod_first"), (MPI_2, "ours_first"), (GLOO_2, "ours_only"), (MPI_2, "function_first")]
 
-
-@pytest.mark.parallel
-@pytest.mark.parametrize(
-    ("launch", "framework", "case"),
-    [
-        pytest.param(
-            *(launch, framework, case),
-            marks=[] if (framework, case) == ("torch", "function_first") else pytest.mark.full,
-        )
-        for framework in ("torch", "tensorflow")
-        for launch, case in ORDERS
-    ],
-    ids=str,
-)
-def test_order_of_imports(launch: Launch, framework: str, case: str) -> None:
-    ended = launch.run("-m", "parallel.imports", framework, case, limit=LIMIT)
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", ["horovod_first", "ours_first", "ours_only", "function_first"])
+def test_order_of_imports(framework: str, case: str) -> None:
+    """It decides what is replaced, and has nothing to do with the number of workers."""
+    environment = {"HOROVOD_SPARSE_FORCE": "1"}
+    ended = ALONE.run("-m", "parallel.imports", framework, case, limit=LIMIT, environment=environment)
     assert ended.code == 0, str(ended)
-    assert ended.output.count(f"{case} works") == 2, str(ended)
+    assert f"{case} works" in ended.output
 
 
 @pytest.mark.parallel
@@ -38,9 +27,7 @@ def test_order_of_imports(launch: Launch, framework: str, case: str) -> None:
     ("launch", "trains", "last"),
     [
         (TF_2, "torch", "tensorflow"),
-        pytest.param(TF_2, "tensorflow", "torch", marks=pytest.mark.full),
-        pytest.param(TF_2, "torch", "torch", marks=pytest.mark.full),
-        pytest.param(TF_GLOO_2, "tensorflow", "tensorflow", marks=pytest.mark.full),
+        pytest.param(TF_GLOO_2, "tensorflow", "torch", marks=pytest.mark.full),
     ],
     ids=str,
 )
