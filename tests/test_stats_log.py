@@ -1,4 +1,4 @@
-"""`StatsLog` in one process, with NumPy; in training: parallel/telemetry.py."""
+"""`StatsLog` in one process, with NumPy; in training: parallel/training.py."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -16,12 +14,7 @@ from torch.nn import functional as F
 from horovod_sparse.torch import TopK, load_checkpoint, save_checkpoint
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_close, assert_identical, digest, everyone, raised
-from .folder import folder_of
-from .scenario import MPI_2, PAIR, scenario
-
-
-def shared_folder() -> AbstractContextManager[Path]:
-    return folder_of(hvd.rank(), everyone)
+from .scenario import MPI_2, PAIR, folder_of, scenario
 
 
 class Training:
@@ -61,7 +54,7 @@ class Training:
 
 @scenario(*PAIR, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def checkpoint_continues_bit_for_bit(make: MakeCompression) -> None:
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         first = Training(make(granularity=BUCKET_BYTES))
         assert load_checkpoint(folder, **first.objects).step == 0
         first.train(5)
@@ -89,7 +82,7 @@ def everything(training: Training) -> list[str]:
 
 @scenario(MPI_2)
 def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         first = Training(TopK(0.01, warmup=None))
         first.train(2)
         save_checkpoint(folder, 2, **first.objects)

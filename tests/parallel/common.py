@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -94,6 +94,18 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
+
+
+def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tensor]:
+    """What an optimizer's step can be given."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    return closure
 
 
 def train_as_one(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from stairs import Halving, dense_until
 
 import horovod_sparse
-from horovod_sparse import kernels
 from horovod_sparse.torch import TopK, reducer
 
 from .common import (
@@ -26,7 +24,7 @@ from .common import (
     train,
     wrap,
 )
-from .scenario import EVERYWHERE, MPI_2, PAIR, scenario
+from .scenario import EVERYWHERE, PAIR, scenario
 
 
 @scenario(*PAIR)
@@ -104,24 +102,3 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
         for text, name in zip(texts, names, strict=True):
             assert f"8 of 8 parameters, such as {name!r}, have other values here than on worker" in text, text
             assert "call hvd.broadcast_parameters first" in text, text
-
-
-@scenario(
-    MPI_2,
-    cases={
-        name: (COMPRESSORS[name], kernel) for name in ("SIDCo", "MiCRO", "RandomK") for kernel in ("off", "slowest")
-    },
-)
-def workers_with_different_kernels_stay_the_same(make: MakeCompression, kernel: str) -> None:
-    before = os.environ.get(kernels.VARIABLE)
-    if hvd.rank() == 1:
-        os.environ[kernels.VARIABLE] = kernels.variants()[-1] if kernel == "slowest" else kernel
-    try:
-        model = small_model()
-        train(model, wrap(model, make(granularity=BUCKET_BYTES)), range(8))
-    finally:
-        os.environ.pop(kernels.VARIABLE, None)
-        if before is not None:
-            os.environ[kernels.VARIABLE] = before
-        kernels.available()
-    assert_identical(model)

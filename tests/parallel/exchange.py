@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import numpy as np
@@ -32,7 +33,7 @@ from .common import (
     wrap_parameters,
     zeros,
 )
-from .scenario import EVERYWHERE, MPI, MPI_2, scenario
+from .scenario import EVERYWHERE, MPI_2, MPI_4, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = ("first", "second", "third")
@@ -50,7 +51,8 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @scenario(
-    *MPI,
+    MPI_4,
+    MPI_2,
     cases={
         f"{name}-{granularity}": (make, granularity, torch.float32)
         for name, make in COMPRESSORS.items()
@@ -146,29 +148,27 @@ class Spy:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, tuple[int, ...]]] = []
-        self._stock = {name: getattr(mpi_ops, name) for name in ("allgather_async", "allreduce_async_", "synchronize")}
+        kinds = {"allgather_async": "gather", "allreduce_async_": "sum", "synchronize": "wait"}
+        self._patches = [patch.object(mpi_ops, name, self._noted(name, kind)) for name, kind in kinds.items()]
+
+    def _noted(self, name: str, kind: str) -> Any:
+        function = getattr(mpi_ops, name)
+
+        def called(given: Any, *arguments: Any, **named: Any) -> Any:
+            shape = tuple(given.shape) if kind != "wait" else ()
+            self.events.append((kind, str(named.get("name", arguments[:1])), shape))
+            return function(given, *arguments, **named)
+
+        return called
 
     def __enter__(self) -> Spy:
-        gather, total, wait = self._stock.values()
-
-        def noted_gather(tensor: torch.Tensor, name: str | None = None, *arguments: Any, **named: Any) -> Any:
-            self.events.append(("gather", str(name), tuple(tensor.shape)))
-            return gather(tensor, name, *arguments, **named)
-
-        def noted_sum(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-            self.events.append(("sum", str(named.get("name")), tuple(tensor.shape)))
-            return total(tensor, *arguments, **named)
-
-        def noted_wait(handle: Any) -> Any:
-            self.events.append(("wait", "", ()))
-            return wait(handle)
-
-        mpi_ops.allgather_async, mpi_ops.allreduce_async_, mpi_ops.synchronize = noted_gather, noted_sum, noted_wait
+        for one in self._patches:
+            one.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, function in self._stock.items():
-            setattr(mpi_ops, name, function)
+        for one in self._patches:
+            one.stop()
 
     def take(self) -> list[tuple[str, str, tuple[int, ...]]]:
         events, self.events = self.events, []

@@ -19,7 +19,6 @@ from .launch import Launch
 from .policies import numpy_gives_the_same
 from .scenario import MPI_2, MPI_4, scenario
 
-ALL_4 = (MPI_4, Launch("horovodrun", 4))
 COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo": partial(adapter.SIDCo, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
     "RandomBlock": partial(adapter.RandomBlock, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
@@ -29,13 +28,13 @@ COMPRESSORS: dict[str, MakeCompression] = {
 }
 
 
-@scenario(*ALL_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
+@scenario(MPI_4, Launch("horovodrun", 4), cases={name: (make,) for name, make in COMPRESSORS.items()})
 def hosts_lose_nothing(make: MakeCompression) -> None:
     for granularity in ("layer", "model"):
         nothing_is_lost(make, granularity, torch.float32)
 
 
-@scenario(*ALL_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
+@scenario(MPI_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def hosts_resume_bit_for_bit(make: MakeCompression) -> None:
     checkpoint_continues_bit_for_bit(make)
 
@@ -49,7 +48,7 @@ def hosts_give_what_numpy_gives() -> None:
 
 
 @scenario(
-    *ALL_4,
+    MPI_4,
     cases={
         "dense": (dense_until(3, COMPRESSORS["SIDCo"], hvd.size), (1,)),
         "schedule": (partial(adapter.TopK, Halving(0.25, 0.01), exchange=adapter.Hierarchical(2)), (2, 3)),

@@ -70,7 +70,7 @@ class Launch:
 
     def __str__(self) -> str:
         other = "" if self.framework == "torch" else f"{self.framework}-"
-        sets = "-sets" if self.process_sets and other else ""
+        sets = "-sets" if self.process_sets and self.framework == "tensorflow" else ""
         return f"{other}{self.launcher}-{self.ranks}{sets}"
 
     def _command(self, options: Sequence[str]) -> list[str]:

@@ -312,6 +312,7 @@ def nothing_moves_for_local_updates_that_were_replaced() -> None:
 
 
 LAWS: dict[str, tuple[Any, ...]] = {
+    "formulas": (formulas, 0.95, "auto", 0.0),
     "kept": (gradients_know_of_what_waits, 0.5),
     "kept, all": (gradients_know_of_what_waits, 1.0),
     "kept, nothing": (gradients_know_of_what_waits, 0.0),
@@ -321,7 +322,6 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "kept, no drift": (what_is_kept_is_no_drift,),
     "kept, not finite": (a_failed_exchange_leaves_no_trace_of_what_was_kept,),
     "kept, replaced": (nothing_moves_for_local_updates_that_were_replaced,),
-    "formulas": (formulas, 0.95, "auto", 0.0),
     "formulas-undivided": (formulas, 0.95, "auto", 0.0, False),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
@@ -419,7 +419,7 @@ def a_scaler_belongs_to_its_worker() -> None:
         scaler.step(optimizer)
         scaler.update()
         local.count_step()
-    assert local.compression.stats().steps == 2
+    assert local.compression.stats().steps == local.compression.steps == 2
     assert_identical(model)
     assert everyone(scaler.get_scale()) == [2.0**10, 2.0**9]
     assert "scaler.step(optimizer)" in raised(RuntimeError, lambda: scaler.step(local))  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,13 +20,11 @@ from .common import (
     distributed,
     hvd,
     loss_of,
-    normals,
     raised,
     small_model,
     train,
     wrap,
 )
-from .ddp.common import Exact
 from .scenario import MPI, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -86,27 +83,6 @@ def it_is_momentum_correction_in_units_of_the_update() -> None:
     assert_identical(models[0])
 
 
-@scenario(*MPI, *TORCHRUN)
-def learning_rate_in_the_residual_is_mem_sgd() -> None:
-    """x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand."""
-    size = 400
-    model = Exact({"weight": (size,)})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    called, optimizer = distributed(model, sgd, TopK(0.05, lr_in_residual=True, warmup=None))
-    memories, x = np.zeros((hvd.size(), size)), np.zeros(size)
-    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
-        optimizer.param_groups[0]["lr"] = eta
-        optimizer.zero_grad()
-        called({"weight": normals((size,), step=step, rank=hvd.rank())}).backward()
-        optimizer.step()
-        for rank in range(hvd.size()):
-            memories[rank] += eta * normals((size,), step=step, rank=rank)
-            chosen = np.argsort(-np.abs(memories[rank]))[:20]
-            x[chosen] -= memories[rank][chosen] / hvd.size()
-            memories[rank][chosen] = 0.0
-        np.testing.assert_allclose(model.get_parameter("weight").detach().numpy(), x, rtol=1e-4, atol=1e-6)
-
-
 @scenario(TORCHRUN_2)
 def a_step_that_raises_leaves_the_momentum_in_place() -> None:
     model = small_model()
@@ -125,22 +101,19 @@ def a_step_that_raises_leaves_the_momentum_in_place() -> None:
     assert_identical(model)
 
 
-@scenario(MPI_2, TORCHRUN_2)
-def its_state_goes_on() -> None:
-    def make() -> tuple[nn.Module, Any, Any]:
-        model, compression = small_model(), SIDCo(0.02, granularity=BUCKET_BYTES)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
-        return *distributed(model, sgd, compression), compression
-
-    model, optimizer, compression = make()
-    train(model, optimizer, range(6))
-    again, second, other = make()
+@scenario(MPI_2)
+def a_checkpoint_of_dense_training_goes_on() -> None:
+    """The optimizer's momentum becomes the velocities."""
+    model = small_model()
+    dense = wrap(model, hvd.Compression.none)
+    train(model, dense, range(5))
+    again = small_model()
+    optimizer = wrap(again, NoOp(granularity=BUCKET_BYTES))
     again.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.load_state_dict(compression.state_dict())
-    for one, its in ((model, optimizer), (again, second)):
-        train(one, its, range(6, 10))
-    assert digest(again.parameters()) == digest(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(dense.state_dict()))
+    for one, its in ((model, dense), (again, optimizer)):
+        train(one, its, range(5, 12))
+    assert_close(again, model)
 
 
 @scenario(MPI_2)

@@ -78,7 +78,7 @@ def install() -> None:
 def main() -> int:
     # Scenarios are read here as `torchrun` reads them: Horovod is not needed.
     os.environ["TORCHELASTIC_RUN_ID"] = ""
-    from .catalogue import scenarios
+    from .scenario import scenarios
     from .session import run_scenarios
 
     parser = argparse.ArgumentParser()

@@ -73,6 +73,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
                 assert (digest(model.parameters()) == before) == overflows
         if scaled:
             assert everyone(scaler.get_scale()) == [2.0**6] * hvd.size()
+        assert compression.stats().steps == compression.steps == 5
         assert_identical(model)
         results.append((digest(model.parameters()), kept(compression)))
     assert results[0] == results[1]

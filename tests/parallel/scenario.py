@@ -1,10 +1,16 @@
-"""What a scenario is: a function that every rank calls, and that raises where a law does not hold. Imports no framework."""
+"""What a scenario is: a function that every rank calls, and that raises where a law does not hold.
+
+Imports no framework before it is asked for the scenarios.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from .launch import Launch
@@ -21,9 +27,15 @@ TF_SETS_4 = Launch("mpirun", 4, "tensorflow")
 TORCHRUN_2, TORCHRUN_4, TORCHRUN_6 = (Launch("torchrun", ranks, "ddp") for ranks in (2, 4, 6))
 TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
-
-_TENSORFLOW = 4
-"""So many scenarios of a module are run by `make test` with TensorFlow."""
+MODULES = {
+    "torch": (
+        "training exchange gradients usage wrappers state checkpoints scaling policies momentum disagreement "
+        "parameters hierarchical local updates detached compiled"
+    ),
+    "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.disagreement tf.parameters",
+    "ddp": "ddp.hook momentum local updates ddp.updates ddp.sharded detached scaling compiled",
+}
+"""Where the scenarios of a framework are."""
 
 
 @dataclass(frozen=True)
@@ -34,76 +46,52 @@ class Scenario:
     run: Callable[..., None]
     arguments: tuple[Any, ...]
     launches: tuple[Launch, ...]
-    typical: bool = True
-    """Whether it stands for its function's other cases: the first does."""
-
-    leads: bool = False
-    """Whether it is the first of its module that horovodrun starts too."""
+    quick: bool
+    """Whether `make test` runs it."""
 
     def is_quick(self, launch: Launch) -> bool:
-        """Whether `make test` runs it there: with a framework's launch that is named first; what leads, with horovodrun too."""
-        with_tensorflow = launch.framework == "tensorflow"
-        # With four processes TensorFlow takes half a minute to start.
-        quick = launch.ranks <= (2 if with_tensorflow else 4)
-        with_horovodrun = self.leads and launch.launcher == "horovodrun" and not with_tensorflow
-        first = next(one for one in self.launches if one.framework == launch.framework)
-        return self.typical and quick and (launch == first or with_horovodrun)
+        """Whether `make test` runs it there: with the first launch of a framework.
 
-
-Cases = Mapping[str, tuple[Any, ...]]
+        TensorFlow takes seconds to trace a graph: of its scenarios, those that have several launches.
+        """
+        own = [one for one in self.launches if one.framework == launch.framework]
+        return self.quick and launch == own[0] and (launch.framework != "tensorflow" or len(own) > 1)
 
 
 def scenario(
-    *launches: Launch, cases: Cases | None = None, quick: bool = True
+    *launches: Launch, cases: Mapping[str, tuple[Any, ...]] | None = None, quick: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a function as a scenario; `cases` are the arguments it is run with, by the name of the case.
 
-    Every launch runs the first case. Each of the others is run by one launch of each framework, in turns: all cases in all
-    launches would take half as long again.
+    Every launch runs the first case, which shows that the function's law holds there. The others are run by the first launch of
+    each framework. It is one of four ranks where two do not show what is tested: of two numbers, the order of a sum is none.
 
-    The first launch is that of `make test`, unless it takes too long (`quick`): it has four ranks where two do not show what
-    is tested.
+    `make test` runs the first case, unless it takes too long (`quick`).
     """
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__
         made = {f"{name}[{case}]": arguments for case, arguments in cases.items()} if cases is not None else {name: ()}
+        firsts = tuple({launch.framework: launch for launch in reversed(launches)}.values())
         marked: Any = function
-        first = next(iter(made))
         marked.scenarios = [
-            Scenario(case, function, made[case], _launches_of(number, launches), quick and case == first)
-            for number, case in enumerate(made)
+            Scenario(case, function, arguments, firsts if number else launches, quick and not number)
+            for number, (case, arguments) in enumerate(made.items())
         ]
         return function
 
     return mark
 
 
-def _launches_of(case: int, launches: Sequence[Launch]) -> tuple[Launch, ...]:
-    """The launches that run the case of this number."""
-    if case == 0:
-        return tuple(launches)
-    frameworks = dict.fromkeys(launch.framework for launch in launches)
-    own = [[launch for launch in launches if launch.framework == framework] for framework in frameworks]
-    return tuple(some[case % len(some)] for some in own)
-
-
-def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
-    """The scenarios of some modules by name, in the order of their source."""
+def scenarios(framework: str) -> dict[str, Scenario]:
+    """Those of a framework by name, in the order of their source. Imports the framework."""
     found: dict[str, Scenario] = {}
-    seen: dict[str, Callable[..., None]] = {}
-    for module in modules:
-        led, typical = False, 0
-        for function in vars(module).values():
+    for module in MODULES[framework].split():
+        for function in vars(import_module(f".{module}", __package__)).values():
             for one in getattr(function, "scenarios", ()):
-                if seen.setdefault(one.name, function) is not function:
+                if found.setdefault(one.name, one).run is not function:
                     raise ValueError(f"there are two scenarios {one.name!r}")
-                leads = not led and any(launch.launcher == "horovodrun" for launch in one.launches)
-                led, typical = led or leads, typical + one.typical
-                # Its graphs take seconds to trace.
-                is_one_of_many = one.launches[0].framework == "tensorflow" and typical > _TENSORFLOW
-                found.setdefault(one.name, replace(one, leads=leads, typical=one.typical and not is_one_of_many))
-    return found
+    return {name: one for name, one in found.items() if any(launch.framework == framework for launch in one.launches)}
 
 
 def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[..., object]) -> str:
@@ -113,3 +101,15 @@ def raised(error: type[BaseException] | tuple[type[BaseException], ...], functio
     except error as caught:
         return str(caught)
     raise AssertionError(f"nothing raised, expected {error}")
+
+
+@contextmanager
+def folder_of(rank: int, everyone: Callable[[Any], list[Any]]) -> Iterator[Path]:
+    """A folder that all ranks see, and that is removed when all have left it. `everyone` returns every rank's value."""
+    made = tempfile.TemporaryDirectory() if rank == 0 else None
+    try:
+        yield Path(everyone(made.name if made else "")[0])
+        everyone(None)
+    finally:
+        if made:
+            made.cleanup()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .catalogue import MODULES, scenarios
 from .conftest import Outcomes
 from .launch import Launch
+from .scenario import MODULES, scenarios
 
 pytestmark = pytest.mark.parallel
 

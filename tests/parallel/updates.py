@@ -10,15 +10,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from driver import ExactLengths
-from torch import Tensor, nn
+from torch import nn
 
 from horovod_sparse.torch import DGC, SIDCo, TopK
 from horovod_sparse.torch.reducer import Reducer
 
 from .common import (
+    BUCKET_BYTES,
     DEVICE,
     IN_DDP,
     assert_identical,
+    closure_of,
     digest,
     distributed,
     everyone,
@@ -120,10 +122,10 @@ def replicas_are_identical(name: str) -> None:
     assert len(set(states)) == hvd.size()
 
 
-def resumed_training_continues() -> None:
+def resumed_training_continues(make: Any) -> None:
     def made() -> tuple[nn.Module, Any, Any, Any]:
-        model, compression = small_model(), SIDCo(0.02, warmup=4.0)
-        return model, compression, *distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-2), compression)
+        model, compression = small_model(), SIDCo(0.02, granularity=BUCKET_BYTES, warmup=4.0)
+        return model, compression, *distributed(model, make(model.parameters(), lr=1e-2), compression)
 
     (model, compression, trained, optimizer), (twin, other, twin_trained, twin_optimizer) = made(), made()
     for step in range(4):
@@ -135,6 +137,8 @@ def resumed_training_continues() -> None:
         train(trained, optimizer, [step])
         train(twin_trained, twin_optimizer, [step])
         assert digest(twin.parameters()) == digest(model.parameters())
+    if compression.store.updates is None:
+        return
     plain = small_model()
     refused = TopK(0.02, warmup=None)
     distributed(plain, torch.optim.SGD(plain.parameters(), lr=0.1), refused)
@@ -242,13 +246,7 @@ def a_closure_works() -> None:
         model = small_model()
         trained, optimizer = distributed(model, torch.optim.Adam(model.parameters(), lr=1e-2), TopK(0.02))
         for step in range(4):
-
-            def closure(trained: Any = trained, optimizer: Any = optimizer, step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = loss_of(trained, step)
-                loss.backward()
-                return loss
-
+            closure = closure_of(trained, optimizer, step)
             if with_closure:
                 assert optimizer.step(closure).item() > 0
             else:
@@ -291,7 +289,11 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "AdamW-identical": (replicas_are_identical, "AdamW"),
     "RMSprop-identical": (replicas_are_identical, "RMSprop"),
     "Adagrad-identical": (replicas_are_identical, "Adagrad"),
-    "resumed": (resumed_training_continues,),
+    "resumed": (resumed_training_continues, torch.optim.AdamW),
+    "resumed-momentum": (
+        resumed_training_continues,
+        partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
     "overflow": (an_overflow_concerns_one_worker, False, False),
     "overflow-unscaled": (an_overflow_concerns_one_worker, True, False),
     "overflow-fused": (an_overflow_concerns_one_worker, False, True),

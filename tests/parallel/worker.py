@@ -17,8 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .catalogue import scenarios
-from .scenario import Scenario
+from .scenario import Scenario, scenarios
 
 SCENARIO_LIMIT = 90.0
 """Seconds; then the rank prints where it hangs and ends, and the launcher ends the others."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from horovod_sparse.torch import SIDCo
 
-from .common import BUCKET_BYTES, assert_identical, digest, kept, loss_of, raised, small_model, train, wrap
+from .common import BUCKET_BYTES, assert_identical, closure_of, digest, kept, loss_of, raised, small_model, train, wrap
 from .scenario import MPI_2, PAIR, scenario
 
 
@@ -54,13 +54,7 @@ def _train_in_all_ways(model: nn.Module, optimizer: Any) -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model, 5)
-        loss.backward()
-        return float(loss.detach())
-
-    assert optimizer.step(closure) > 0.0
+    assert optimizer.step(closure_of(model, optimizer, 5)) > 0.0
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     optimizer.zero_grad()

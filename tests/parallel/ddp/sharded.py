@@ -268,9 +268,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
 }
 _MAKES: dict[str, Callable[[], Any]] = {
-    "plain line": lambda: SIDCo(0.01, granularity=BUCKET_BYTES),
+    "plain line": lambda: SIDCo(0.05, granularity=BUCKET_BYTES),
     "TopK": lambda: TopK(0.02, warmup=None, granularity=BUCKET_BYTES),
-    "MiCRO": lambda: MiCRO(0.02, granularity=BUCKET_BYTES),
+    "MiCRO": lambda: MiCRO(0.05, granularity=BUCKET_BYTES),
     "not detached": lambda: TopK(0.02, warmup=None, detached=0),
 }
 
@@ -297,7 +297,8 @@ def replicas_stay_identical(step: Callable[[Any], Any], make: Callable[[], Any])
     mesh = mesh_of(hvd.size() // 2)
     model, optimizer = wrapped(small_model(), step, make(), mesh)
     before = digest(here(model))
-    train(model, optimizer, range(200))
+    # The warm-up ends after 40 steps.
+    train(model, optimizer, range(60))
     assert_same_shards(model, mesh)
     assert digest(here(model)) != before
 
@@ -422,7 +423,7 @@ def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
     assert "must be that of shard" in message
 
 
-@scenario(TORCHRUN_6)
+@scenario(TORCHRUN_6, quick=False)
 def more_replicas_send_what_fewer_have_kept() -> None:
     """Four ranks save, and six go on: as three replicas of two shards, and not as two replicas of three."""
     folder = Path(everyone(tempfile.mkdtemp())[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,16 +18,11 @@ import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.core.checkpoint import Workers
 from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, TopK, checkpoint
 
-from ..folder import folder_of
-from ..scenario import TF_2, TF_GLOO_2, scenario
+from ..scenario import TF_2, TF_GLOO_2, folder_of, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
 from .keras3 import BATCH, LOSS, data
 
 BATCHES, EPOCHS = 6, 3
-
-
-def shared_folder() -> AbstractContextManager[Path]:
-    return folder_of(hvd.rank(), everyone)
 
 
 class Trained(keras.callbacks.Callback):
@@ -112,7 +106,7 @@ def keras_resumes_bit_for_bit(
         training.fit(hvd.callbacks.CheckpointCallback(folder, every=5, unit="batch", keep=9), trained)
         return training, trained.batches
 
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         whole, batches = begin(folder)
         assert batches == [*range(BATCHES)] * EPOCHS
         # With four passes a step, gradients are being summed after 5 batches, and after 10.
@@ -138,7 +132,7 @@ def keras_resumes_bit_for_bit(
 
 @scenario(TF_2)
 def keras_resumes_with_the_next_epoch() -> None:
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         first, saves = (
             Training(SIDCo(0.02, warmup=None, updates=False), _adam()),
             hvd.callbacks.CheckpointCallback(folder, every=2),
@@ -194,7 +188,7 @@ class Loop(tf.Module):
 
 @scenario(TF_2)
 def loop_with_a_tape_resumes_bit_for_bit() -> None:
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         first = Loop()
         assert ours.load_checkpoint(folder, **first.objects) == (0, {})
         first.train(5)
@@ -213,7 +207,7 @@ def loop_with_a_tape_resumes_bit_for_bit() -> None:
 
 @scenario(TF_2)
 def tensorflow_checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         loop = Loop()
         loop.train(2)
         ours.save_checkpoint(folder, 2, **loop.objects, epoch=1)
@@ -241,7 +235,7 @@ def tensorflow_checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
 @scenario(TF_2)
 def fewer_workers_keep_the_sum_of_the_residuals() -> None:
     """One worker continues what two have saved. A worker that is new keeps its own random numbers, and has no residual."""
-    with shared_folder() as folder:
+    with folder_of(hvd.rank(), everyone) as folder:
         loop = Loop()
         loop.train(4)
         ours.save_checkpoint(folder, 4, **loop.objects)

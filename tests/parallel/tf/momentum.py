@@ -10,7 +10,7 @@ import numpy as np
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import NoOp, SIDCo
 
-from ..scenario import TF_2, scenario
+from ..scenario import TF_2, TF_GLOO_2, scenario
 from .keras3 import assert_close, assert_in_step, compiled, data, fit
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -25,7 +25,7 @@ def _sgd(**settings: Any) -> Any:
     return keras.optimizers.SGD(rate, **{"momentum": 0.9, **settings})
 
 
-@scenario(TF_2, cases=SETTINGS)
+@scenario(TF_2, TF_GLOO_2, cases=SETTINGS)
 def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
     dense, sparse = (
         compiled(hvd.DistributedOptimizer(_sgd(**settings), compression=compression))

@@ -13,7 +13,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, Clip, DistributedGradientTape, MiCRO, SIDCo, Threshold, TopK
 
-from ..scenario import TF_2, scenario
+from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
 from .keras3 import LOSS, assert_in_step, compiled, data, fit, small_model
 
@@ -71,6 +71,7 @@ def _assert_same(one: Any, other: Any, compressions: list[Any]) -> None:
 
 @scenario(
     TF_2,
+    TF_GLOO_2,
     cases={
         **{name: (*case, False) for name, case in _CASES.items()},
         "eager": (lambda: TopK(0.02, warmup=None), _around, True),

@@ -133,7 +133,7 @@ def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
     assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent)
 
 
-@scenario(TF_4)
+@scenario(TF_4, quick=False)
 def hosts_give_what_numpy_gives() -> None:
     # Two consecutive workers stand for a host.
     compression = SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS)
@@ -141,7 +141,7 @@ def hosts_give_what_numpy_gives() -> None:
     assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
 
 
-@scenario(TF_SETS_4)
+@scenario(TF_SETS_4, quick=False)
 def a_process_set_reduces_for_itself() -> None:
     even = hvd.add_process_set([0, 2])
     try:

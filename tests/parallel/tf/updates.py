@@ -13,7 +13,7 @@ from driver import ExactLengths
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import NoOp, SIDCo, TopK
 
-from ..scenario import TF_2, scenario
+from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import assert_identical, raised
 from .keras3 import LOSS, compiled, data, fit, small_model
 
@@ -25,7 +25,7 @@ def _gradients(model: Any, step: int, rank: int) -> list[Any]:
     return list(tape.gradient(loss, model.trainable_variables))
 
 
-@scenario(TF_2, cases={"graph": (False,), "eager": (True,)})
+@scenario(TF_2, TF_GLOO_2, cases={"graph": (False,), "eager": (True,)})
 def everything_sent_is_the_mean_of_all_steps(eager: bool) -> None:
     model = compiled(
         hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=NoOp(updates=True, granularity=10_000)),
