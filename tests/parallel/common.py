@@ -23,7 +23,9 @@ from horovod_sparse.core.pipeline import Pipeline
 
 from .ddp import ranks
 from .makers import MakeCompression, makers
+from .scenario import normals as normals
 from .scenario import raised as raised
+from .scenario import selected as selected
 
 IN_DDP = is_torchelastic_launched()
 hvd: Any = ranks if IN_DDP else import_module("horovod.torch")
@@ -83,9 +85,9 @@ def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return inputs.to(dtype), torch.randint(0, 10, (16,), generator=generator)
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    """This rank's loss."""
-    inputs, labels = batch(step, hvd.rank(), next(model.parameters()).dtype)
+def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    """A rank's loss, or this one's."""
+    inputs, labels = batch(step, hvd.rank() if rank is None else rank, next(model.parameters()).dtype)
     return F.cross_entropy(model(inputs), labels)
 
 
@@ -187,23 +189,11 @@ def whole_numbers(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) 
     return np.rint(generator.laplace(scale=50.0, size=tuple(shape)) ** 3 / 1e3).clip(-1e4, 1e4).astype(np.float32)
 
 
-def normals(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
-    return np.random.default_rng((salt, step, rank)).standard_normal(tuple(shape)).astype(np.float32)
-
-
 def gradient_of(parameter: Tensor) -> np.ndarray:
     """A copy of a parameter's gradient, dense."""
     assert parameter.grad is not None
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
     return gradient.detach().clone().numpy()
-
-
-def selected(x: np.ndarray, count: int) -> np.ndarray:
-    """Top-k of a flat array: everything else zero. Written for reading: sort by magnitude, lowest index first."""
-    chosen = sorted(range(x.size), key=lambda i: (-abs(float(x[i])), i))[:count]
-    kept = np.zeros_like(x)
-    kept[chosen] = x[chosen]
-    return kept
 
 
 class Oracle:

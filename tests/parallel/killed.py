@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,16 @@ def report(what: str, residuals: dict[str, Tensor]) -> None:
             print(f"{what} {name} {float(total.sum()):.6f} {float(total.norm()):.6f}", flush=True)
 
 
-def kill_later(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+def killer(seed: int | None, start: int, rank: int, size: int) -> Callable[[int], None]:
+    """What begins a step. The rank that the seed chooses is killed soon after it has begun one of the first steps."""
+    chosen = random.Random(seed)
+    victim, moment, seconds = chosen.randrange(size), start + chosen.randrange(FIRST), chosen.uniform(0.0, LONGEST)
+
+    def begin(step: int) -> None:
+        if seed is not None and (rank, step) == (victim, moment):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return begin
 
 
 def main(folder: Path, steps: int, seed: int | None) -> None:
@@ -80,15 +89,9 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
     start = load_checkpoint(folder, **trainings.objects).step
     print(f"rank {hvd.rank()} of {hvd.size()} begins at step {start}", flush=True)
     report("loaded", trainings.residuals())
-    chosen = random.Random(seed)
-    victim, moment, seconds = (
-        chosen.randrange(hvd.size()),
-        start + chosen.randrange(FIRST),
-        chosen.uniform(0.0, LONGEST),
-    )
+    begin = killer(seed, start, hvd.rank(), hvd.size())
     for step in range(start, steps):
-        if seed is not None and hvd.rank() == victim and step == moment:
-            kill_later(seconds)
+        begin(step)
         if step % EVERY == 0:
             report("saved", trainings.residuals())
             save_checkpoint(folder, step, keep=2, **trainings.objects)

@@ -6,12 +6,14 @@ Imports no framework before it is asked for the scenarios.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .launch import Launch
 
@@ -92,6 +94,18 @@ def scenarios(framework: str) -> dict[str, Scenario]:
                 if found.setdefault(one.name, one).run is not function:
                     raise ValueError(f"there are two scenarios {one.name!r}")
     return {name: one for name, one in found.items() if any(launch.framework == framework for launch in one.launches)}
+
+
+def normals(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
+    return np.random.default_rng((salt, step, rank)).standard_normal(tuple(shape)).astype(np.float32)
+
+
+def selected(x: np.ndarray, count: int) -> np.ndarray:
+    """Top-k of a flat array: everything else zero. Written for reading: sort by magnitude, lowest index first."""
+    chosen = sorted(range(x.size), key=lambda i: (-abs(float(x[i])), i))[:count]
+    kept = np.zeros_like(x)
+    kept[chosen] = x[chosen]
+    return kept
 
 
 def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[..., object]) -> str:

@@ -24,18 +24,18 @@ def test_order_of_imports(framework: str, case: str) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    ("launch", "trains", "last"),
+    ("launch", "trains", "case"),
     [
-        (TF_2, "torch", "tensorflow"),
-        pytest.param(TF_GLOO_2, "tensorflow", "torch", marks=pytest.mark.full),
+        (TF_2, "torch", "tensorflow_last"),
+        pytest.param(TF_GLOO_2, "tensorflow", "torch_last", marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_two_frameworks_in_one_process(launch: Launch, trains: str, last: str) -> None:
-    """Also the one that was imported first reduces its gradients."""
-    ended = launch.run("-m", "parallel.both", trains, last, limit=LIMIT)
+def test_two_frameworks_in_one_process(launch: Launch, trains: str, case: str) -> None:
+    """The one that was imported first reduces its gradients."""
+    ended = launch.run("-m", "parallel.imports", trains, case, limit=LIMIT)
     assert ended.code == 0, str(ended)
-    assert ended.output.count(f"{trains} reduces") == 2, str(ended)
+    assert ended.output.count(f"{case} works") == 2, str(ended)
 
 
 def test_a_collective_begins_without_the_interpreters_lock() -> None:
@@ -45,19 +45,15 @@ def test_a_collective_begins_without_the_interpreters_lock() -> None:
     assert "another thread ran" in ended.output
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
-def test_optimised_python_does_the_same(module: str) -> None:
-    """No assertion does any work."""
-    environment = {"HOROVOD_SPARSE_FORCE": "1", "PYTHONOPTIMIZE": "1"}
-    ended = ALONE.run("-m", module, "forced", limit=LIMIT, environment=environment)
-    assert ended.code == 0, str(ended)
-
-
 @pytest.mark.parametrize("module", ["parallel.one_worker", pytest.param("parallel.tf.alone", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("case", "force"), [("forced", "1"), ("plain", "0")])
-def test_one_worker(module: str, case: str, force: str) -> None:
-    ended = ALONE.run("-m", module, case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
+@pytest.mark.parametrize(
+    ("case", "force", "optimize"),
+    # No assertion does any work.
+    [("forced", "1", ""), ("plain", "0", ""), pytest.param("forced", "1", "1", marks=pytest.mark.full)],
+)
+def test_one_worker(module: str, case: str, force: str, optimize: str) -> None:
+    environment = {"HOROVOD_SPARSE_FORCE": force, "PYTHONOPTIMIZE": optimize}
+    ended = ALONE.run("-m", module, case, limit=LIMIT, environment=environment)
     assert ended.code == 0, str(ended)
     assert f"{case} works" in ended.output
 

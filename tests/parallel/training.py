@@ -10,7 +10,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch.nn import functional as F
 
 from horovod_sparse.torch import NoOp, StatsLog, TopK
 
@@ -20,10 +19,10 @@ from .common import (
     MakeCompression,
     assert_close,
     assert_identical,
-    batch,
     closure_of,
     digest,
     everyone,
+    loss_of,
     small_model,
     train,
     wrap,
@@ -107,15 +106,6 @@ def ratio_one_is_dense_training(arguments: dict[str, Any], lr: float) -> None:
     assert_identical(sparse)
 
 
-def _whole_batch_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """Of all ranks' data, in this process."""
-    losses = []
-    for rank in range(hvd.size()):
-        inputs, labels = batch(step, rank, torch.float64)
-        losses.append(F.cross_entropy(model(inputs), labels))
-    return torch.stack(losses).mean()
-
-
 def _closure(model: torch.nn.Module, optimizer: Any, step: int) -> Any:
     # LBFGS decides on the loss how often it evaluates: it must be the same on all ranks.
     evaluate = closure_of(model, optimizer, step)
@@ -139,7 +129,7 @@ def closure_is_reduced(make: Any) -> None:
 
         def evaluate(step: int = step) -> torch.Tensor:
             plain.zero_grad()
-            loss = _whole_batch_loss(reference, step)
+            loss = torch.stack([loss_of(reference, step, rank) for rank in range(hvd.size())]).mean()
             loss.backward()
             return loss
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .scenario import Scenario, scenarios
 
@@ -23,20 +23,12 @@ SCENARIO_LIMIT = 90.0
 """Seconds; then the rank prints where it hangs and ends, and the launcher ends the others."""
 
 
-class Record:
-    """This rank's outcomes, a line each."""
+def run(one: Scenario, record: TextIO, hvd: Any, seed: Callable[[int], object]) -> bool:
+    """Run a scenario on this rank; return whether the ranks are still in step, so that there can be another.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, **line: Any) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
-def run(one: Scenario, record: Record, hvd: Any, seed: Callable[[int], object]) -> bool:
-    """Run a scenario on this rank; return whether the ranks are still in step, so that there can be another."""
-    record.write(scenario=one.name, event="start")
+    Its begin and its end are a line each of the record.
+    """
+    print(json.dumps({"scenario": one.name, "event": "start"}), file=record, flush=True)
     faulthandler.dump_traceback_later(SCENARIO_LIMIT, exit=True)
     began, error = time.perf_counter(), ""
     seed(0)
@@ -44,7 +36,8 @@ def run(one: Scenario, record: Record, hvd: Any, seed: Callable[[int], object]) 
         one.run(*one.arguments)
     except Exception:
         error = traceback.format_exc()
-    record.write(scenario=one.name, event="end", error=error, seconds=time.perf_counter() - began)
+    end = {"scenario": one.name, "event": "end", "error": error, "seconds": time.perf_counter() - began}
+    print(json.dumps(end), file=record, flush=True)
     try:
         # A rank that has raised may have left the others in a collective: they end it when Horovod sees the stall.
         hvd.allgather_object(None, name="next_scenario")
@@ -66,7 +59,7 @@ def main(framework: str, directory: Path, names: list[str]) -> int:
     if framework == "ddp" and hvd.DEVICE == "cuda":
         import_module("parallel.on_gpu").install()
     hvd.init()
-    record = Record(directory / f"rank{hvd.rank()}.jsonl")
+    record = (directory / f"rank{hvd.rank()}.jsonl").open("a", encoding="utf-8")
     # What the frameworks have made stays: looking through it after every scenario takes longer than most scenarios.
     gc.freeze()
     for name in names:

@@ -8,14 +8,13 @@ holds.
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
 import torch
 
 from ..common import digest, everyone, train
-from ..killed import EVERY, FIRST, LONGEST, kill_later
+from ..killed import EVERY, killer
 from . import ranks
 from .sharded import OPTIMIZERS, here, load, made, mesh_of, save
 
@@ -29,12 +28,10 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
     if start:
         load(folder / str(start), mesh, *training)
     print(f"rank {ranks.rank()} begins at step {start}", flush=True)
-    chosen = random.Random(seed)
-    victim, moment, seconds = chosen.randrange(ranks.size()), start + chosen.randrange(FIRST), chosen.random() * LONGEST
+    begin = killer(seed, start, ranks.rank(), ranks.size())
     model, optimizer, compression = training
     for step in range(start, steps):
-        if seed is not None and ranks.rank() == victim and step == moment:
-            kill_later(seconds)
+        begin(step)
         train(model, optimizer, [step])
         if (step + 1) % EVERY == 0:
             save(folder / str(step + 1), mesh, *training)

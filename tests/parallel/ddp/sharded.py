@@ -28,7 +28,6 @@ from ..common import (
     DEVICE,
     MakeCompression,
     Oracle,
-    batch,
     digest,
     distributed,
     everyone,
@@ -338,7 +337,7 @@ def reduced_gradients_can_be_clipped() -> None:
         assert digest(one.grad.to_local() for one in model.parameters()) == clipped
         reference.zero_grad()
         for rank in range(hvd.size()):
-            (_loss(plain, step, rank) / hvd.size()).backward()
+            (loss_of(plain, step, rank) / hvd.size()).backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         reference.step()
         found_norm: Any = norm
@@ -347,11 +346,6 @@ def reduced_gradients_can_be_clipped() -> None:
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
     assert compression.stats().steps == 4
-
-
-def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    inputs, labels = batch(step, rank)
-    return nn.functional.cross_entropy(model(inputs), labels)
 
 
 @scenario(TORCHRUN_4)

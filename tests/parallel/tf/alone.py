@@ -13,7 +13,7 @@ import numpy as np
 
 import horovod_sparse.tensorflow as hvd
 
-from .common import normals, reduce, variables
+from .common import normals, reduce, selected, variables
 
 GRADIENT = normals((40, 30), step=0, rank=0)
 
@@ -23,9 +23,7 @@ def _reduced(compression: Any) -> np.ndarray:
 
 
 def forced() -> None:
-    largest = np.argsort(-np.abs(GRADIENT).reshape(-1), kind="stable")[:12]
-    expected = np.zeros(1200, np.float32)
-    expected[largest] = GRADIENT.reshape(-1)[largest]
+    expected = selected(GRADIENT.reshape(-1), 12)
     np.testing.assert_array_equal(_reduced(hvd.TopK(0.01, warmup=None)).reshape(-1), expected)
 
 

@@ -14,7 +14,9 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as adapter
 
 from ..makers import MakeCompression, makers
+from ..scenario import normals as normals
 from ..scenario import raised as raised
+from ..scenario import selected as selected
 
 COMPRESSORS: dict[str, MakeCompression] = {
     name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()
@@ -41,10 +43,6 @@ def reduce(
     return {
         name: tf.convert_to_tensor(one).numpy() for name, one in zip(variables, reduced, strict=True) if one is not None
     }
-
-
-def normals(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
-    return np.random.default_rng((salt, step, rank)).standard_normal(tuple(shape)).astype(np.float32)
 
 
 # --- across ranks ---

@@ -28,7 +28,17 @@ from horovod_sparse.numpy import Hierarchical, SparseAllreduce, Union
 from horovod_sparse.tensorflow import DGC, Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
-from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
+from .common import (
+    COMPRESSORS,
+    MakeCompression,
+    assert_identical,
+    everyone,
+    normals,
+    raised,
+    reduce,
+    selected,
+    variables,
+)
 from .keras3 import BATCH, LOSS, data, small_model
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
@@ -438,11 +448,8 @@ def a_plain_allreduce_is_right(graph: bool) -> None:
         return hvd.allreduce(x, compression=compression, name="plain", op=hvd.Sum)
 
     got = (tf.function(run) if graph else run)(x)
-    chosen = np.zeros(2000, np.float32)
-    flat = x.numpy().reshape(-1)
-    largest = np.argsort(-np.abs(flat), kind="stable")[:20]
-    chosen[largest] = flat[largest]
-    np.testing.assert_allclose(got.numpy().reshape(-1), np.sum(everyone(chosen), axis=0), rtol=1e-6)
+    chosen = everyone(selected(x.numpy().reshape(-1), 20))
+    np.testing.assert_allclose(got.numpy().reshape(-1), np.sum(chosen, axis=0), rtol=1e-6)
 
 
 @scenario(TF_2)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from driver import ExactLengths
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.tensorflow import NoOp, SIDCo, TopK
+from horovod_sparse.tensorflow import NoOp, TopK
 
 from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import assert_identical, raised
@@ -48,16 +48,6 @@ def everything_sent_is_the_mean_of_all_steps(eager: bool) -> None:
     for mine, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
     assert_identical(model.weights)
-
-
-@scenario(TF_2)
-def the_plain_line_keeps_replicas_identical() -> None:
-    compression = SIDCo(0.02)
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression))
-    fit(model, range(30))
-    assert compression.stats().steps == 30 and compression.stats().last.total.ratio < 0.2
-    assert_identical(model.weights)
-    assert compression.state_dict()["updates"]
 
 
 @scenario(TF_2)
