@@ -53,20 +53,14 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    "script",
-    [
-        "torch_digits.py",
-        pytest.param("tensorflow_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
-        pytest.param("keras_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
-    ],
-)
-@pytest.mark.parametrize(
-    ("compression", "ratio", "most_bytes"),
+    ("script", "compression", "ratio", "most_bytes"),
     # DGC would refuse an optimizer with momentum.
     [
-        pytest.param("none", 1.0, 700_000, marks=pytest.mark.full),
-        ("sidco", 0.01, 20_000),
-        pytest.param("dgc", 0.01, 20_000, marks=pytest.mark.full),
+        ("torch_digits.py", "sidco", 0.01, 20_000),
+        pytest.param("torch_digits.py", "dgc", 0.01, 20_000, marks=pytest.mark.full),
+        pytest.param("torch_digits.py", "none", 1.0, 700_000, marks=pytest.mark.full),
+        pytest.param("tensorflow_digits.py", "sidco", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
+        pytest.param("keras_digits.py", "dgc", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
     ],
 )
 def test_digits_on_two_workers(script: str, compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
@@ -84,9 +78,13 @@ def test_digits_on_two_workers(script: str, compression: str, ratio: float, most
 
 @pytest.mark.parallel
 @pytest.mark.full
-@pytest.mark.parametrize("launch", [TWO_WORKERS, Launch("horovodrun", 2)], ids=str)
 @pytest.mark.parametrize(
-    ("script", "options", "parameters"), [("torch_charlm.py", TINY_CHARLM, 21_600), ("torch_lstm.py", TINY, 12_672)]
+    ("launch", "script", "options", "parameters"),
+    [
+        (TWO_WORKERS, "torch_charlm.py", TINY_CHARLM, 21_600),
+        (Launch("horovodrun", 2), "torch_lstm.py", TINY, 12_672),
+    ],
+    ids=str,
 )
 def test_character_models_on_two_workers(
     script: str, options: list[str], parameters: int, launch: Launch, tmp_path: Path
