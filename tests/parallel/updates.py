@@ -13,7 +13,6 @@ from driver import ExactLengths
 from torch import nn
 
 from horovod_sparse.torch import DGC, SIDCo, TopK
-from horovod_sparse.torch.reducer import Reducer
 
 from .common import (
     BUCKET_BYTES,
@@ -358,7 +357,7 @@ def a_rank_that_raises_before_its_update_is_exchanged_tells_the_others() -> None
     trained, optimizer = distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
     train(trained, optimizer, range(3))
     if hvd.rank() == 1:
-        with patch.object(Reducer, "_adopt", side_effect=KeyboardInterrupt):
+        with patch("horovod_sparse.torch.reducer.Reducer._adopt", side_effect=KeyboardInterrupt):
             raised(KeyboardInterrupt, partial(train, trained, optimizer, [3]))
     else:
         assert "another rank has given up a step" in raised(RuntimeError, partial(train, trained, optimizer, [3]))
