@@ -11,7 +11,7 @@ from driver import Reduced, collective, exchange, make_pipelines
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
 
@@ -94,7 +94,7 @@ class World:
         self.divisor = float(world) if case.averages else 1.0
         where: dict[str, Any] = {"dtype": case.residual_dtype, "averages": case.averages}
         self.pipelines = make_pipelines(case.backend, self.compressor, SHAPES, world, **where)
-        layout = Layout.of([(DENSE, (SIZE_OF_DENSE,))], case.residual_dtype)
+        layout = Layout.of([Parameter(DENSE, (SIZE_OF_DENSE,), case.residual_dtype, "cpu")])
         for pipeline in self.pipelines:
             pipeline.add_dense([layout], lambda name: np.zeros(1, np.float32))
 

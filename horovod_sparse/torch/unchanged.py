@@ -1,7 +1,8 @@
 """Checks whether gradients are still what backward has handed over. Imports torch and NumPy; never Horovod.
 
 Not every change raises a tensor's version (`GradScaler.unscale_`, `gradient.data`, `gradient.numpy()`), so a few entries are
-compared too. Entries that are zero would not show that a gradient was scaled.
+compared too. Entries that are zero would not show that a gradient was scaled. On a device, where the host must not wait to
+find others, such a change stays unseen.
 """
 
 from __future__ import annotations
