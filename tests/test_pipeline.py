@@ -20,6 +20,9 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.store import log_start
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.torch.gradients import write_to
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -324,3 +327,25 @@ def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
     buckets[1].state.step += 1
     with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
         take_step(backend, pipelines, given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "times"),
+    [
+        ({}, 1, None),
+        ({}, 9, None),
+        ({}, 11, "1.1"),
+        ({"warmup": 1.0}, 32, "3.2"),
+        ({"exchange": Balanced()}, 32, None),
+        ({"exchange": Hierarchical(4)}, 32, None),
+    ],
+)
+def test_an_exchange_that_sends_more_than_dense_is_warned_of(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], world: int, times: str | None
+) -> None:
+    compressor = TopK(0.1, **{"warmup": None, **settings})
+    hosts = isinstance(settings.get("exchange"), Hierarchical)
+    groups = [str(position // 4) for position in range(world)] if hosts else []
+    log_start(make_pipeline(BACKENDS[0], compressor, {"p": (100, 100)}, world=world, groups=groups), "none")
+    told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
+    assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])

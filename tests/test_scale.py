@@ -1,14 +1,16 @@
-"""The page on a thousand workers has the tables of the raw data, whose bytes are those that the exchanges' formulas say."""
+"""The pages on a thousand workers and on far networks have the tables of the raw data."""
 
 from __future__ import annotations
 
+import pytest
 from process import ROOT, python
 
-STUDY = ROOT / "studies" / "many_workers.py"
 
-
-def test_the_page_has_the_tables_of_the_raw_data() -> None:
-    done = python(STUDY, "tables", PYTHONPATH=str(ROOT))
+@pytest.mark.parametrize(("study", "page", "tables"), [("many_workers", "scale", 6), ("networks", "networks", 9)])
+def test_the_page_has_the_tables_of_the_raw_data(study: str, page: str, tables: int) -> None:
+    script = ROOT / "studies" / f"{study}.py"
+    done = python(script, "tables", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs" / "evidence" / "scale.md").read_text(encoding="utf-8")
-    assert done.stdout.count("| method |") == 6 and done.stdout in page, f"put into the page: python {STUDY} tables"
+    text = (ROOT / "docs" / "evidence" / f"{page}.md").read_text(encoding="utf-8")
+    assert done.stdout.count(":\n\n| ") == tables
+    assert done.stdout.strip() in text, f"put into the page: python {script} tables"

@@ -288,8 +288,8 @@ class Compressor(ABC):
         """Return the steps of each stair of a warm-up by age, in which the ratio stays the same."""
         return self._schedule.stairs() if isinstance(self._schedule, ByAge) else ()
 
-    def rounds(self, numel: int, ratio: float, world: int) -> Sequence[Round]:
-        """Return the collectives of a bucket at a ratio."""
+    def rounds(self, numel: int, ratio: float | None, world: int) -> Sequence[Round]:
+        """Return the collectives of a bucket at a ratio; None is the final one."""
         k = self.target_count(numel, ratio)
         return self.exchange.rounds(numel, k, self.message_capacity(numel, k, world), world)
 

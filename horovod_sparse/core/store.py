@@ -26,6 +26,15 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
         found = f"{len(pipeline.buckets)} buckets, {entries} entries, {dense} parameters dense"
         _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, found, kernels)
+        sent = pipeline.relative_bytes()
+        if sent > 1.0:
+            _log.warning(
+                "%r with %d workers sends %.1f times as many bytes as a dense allreduce of float32; take a ratio that is as "
+                "many times smaller, exchange=Balanced(), or MiCRO",
+                pipeline.compressor,
+                pipeline.world,
+                sent,
+            )
 
 
 class Store:
