@@ -3,11 +3,11 @@
     python benchmarks/selection.py [--sizes 25M] [--ratios 0.001] [--threads 1] [--memory]
     HOROVOD_SPARSE_KERNELS=avx2 python benchmarks/selection.py
 
-Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch or TensorFlow: the gradient is
-taken in, entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after the
-collective. Rows take turns, with the unit before and after each. Prints a table for each size, ratio and number of threads:
-medians and quartiles of the quotients, and how many units a row may take at most. Fails when a selection is not what the NumPy
-oracle selects.
+Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch: the gradient is taken in,
+entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after the collective. Rows
+take turns, with the unit before and after each. Prints a table for each size, ratio and number of threads: medians and
+quartiles of the quotients, and how many units a row may take at most. Fails when a selection is not what the NumPy oracle
+selects.
 """
 
 from __future__ import annotations
@@ -70,27 +70,10 @@ def contestants(cases: Sequence[Case], conditions: Conditions) -> Iterator[Conte
     """Yield what is timed under the same conditions, ready to be timed."""
     gradients = {data: Gradients(conditions.size, data) for data in DATA}
     for case in tqdm(cases, "warming up", leave=False, disable=None):
-        if conditions.backend == "tensorflow":
-            yield from in_tensorflow(case, conditions, gradients[case.data])
-        else:
-            worker = Worker(case, conditions, gradients[case.data])
-            worker.check()
-            yield Contestant(case.title, worker.run, case.bar(conditions), worker.check)
-    if conditions.backend == "torch":
-        yield from comparisons(conditions, gradients["Laplace"])
-
-
-def in_tensorflow(case: Case, conditions: Conditions, gradients: Gradients) -> Iterator[Contestant]:
-    """Yield whole steps in TensorFlow, and the same steps in PyTorch."""
-    from selection_tensorflow import GraphWorker
-
-    if case.world > 1 or case.cold:
-        return
-    for place, traced in (("eager code", False), ("a tf.function", True)):
-        graph = GraphWorker(case, conditions, gradients, traced=traced)
-        yield Contestant(f"{case.title}, whole step in {place}", graph.run)
-    worker = Worker(case, conditions, gradients, whole=True)
-    yield Contestant(f"{case.title}, whole step in PyTorch", worker.run)
+        worker = Worker(case, conditions, gradients[case.data])
+        worker.check()
+        yield Contestant(case.title, worker.run, case.bar(conditions), worker.check)
+    yield from comparisons(conditions, gradients["Laplace"])
 
 
 def comparisons(conditions: Conditions, gradients: Gradients) -> Iterator[Contestant]:
@@ -169,15 +152,12 @@ def main() -> None:
     add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")
     add("--repetitions", type=int, default=15, metavar="N")
     add("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose titles contain one of these")
-    add("--backend", choices=["torch", "tensorflow"], default="torch")
     add("--memory", action="store_true", help="measure each row's memory too, in a process of its own")
     arguments = options.parse_args()
-    if arguments.backend == "tensorflow" and len(arguments.threads) > 1:
-        options.error("--threads must be one number with --backend tensorflow, which cannot change it in a process")
     cases = [case for case in CASES if any(text.lower() in case.title.lower() for text in arguments.rows)]
     print(f"{machine.describe()}; {', '.join(f'{name} {metadata.version(name)}' for name in ('torch', 'numpy'))}")
     for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
-        conditions = Conditions(size, ratio, threads, arguments.backend)
+        conditions = Conditions(size, ratio, threads)
         table = markdown.table(COLUMNS, measure(conditions, cases, arguments))
         print(f"\n{conditions}:\n\n{table}", flush=True)
 

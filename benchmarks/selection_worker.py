@@ -45,10 +45,9 @@ class Conditions:
     size: int
     ratio: float
     threads: int
-    backend: str
 
     def __str__(self) -> str:
-        where = f"{self.backend}, kernels: {kernels.variant()}, threads: {self.threads}"
+        where = f"kernels: {kernels.variant()}, threads: {self.threads}"
         return f"{self.size:,} elements, ratio {self.ratio:g}, {where}"
 
 
@@ -161,13 +160,12 @@ class Gradients:
 class Worker:
     """A pipeline with one bucket of one parameter, the first of `case.world` workers.
 
-    What other workers send is made outside of the timed parts. With `whole`, the parts before and after the last collective are
-    both timed.
+    What other workers send is made outside of the timed parts.
     """
 
-    def __init__(self, case: Case, conditions: Conditions, gradients: Gradients, *, whole: bool = False) -> None:
-        self._case, self._conditions, self._gradients, self._whole = case, conditions, gradients, whole
-        self._dense = zeros(conditions.size) if whole or case.receives else None
+    def __init__(self, case: Case, conditions: Conditions, gradients: Gradients) -> None:
+        self._case, self._conditions, self._gradients = case, conditions, gradients
+        self._dense = zeros(conditions.size) if case.receives else None
         """Where the reduced gradient is written."""
         self.start()
         for _ in range(1 if case.cold else case.warm_steps + 1):
@@ -210,8 +208,6 @@ class Worker:
         begun = time.perf_counter()
         self._pipeline.end_step()
         compress += time.perf_counter() - begun
-        if self._whole:
-            return compress + write
         return write if self._case.receives else compress
 
     def _set_threshold(self, compressor: sparse.Threshold, gradient: Tensor) -> None:
