@@ -25,15 +25,14 @@ import machine
 import markdown
 import numpy as np
 import torch
-from estimation_data import RECORDED
+from estimation_data import RECORDED, Array, Training
 from numpy.typing import NDArray
 from tqdm import tqdm
-from workers import Training
 
 from horovod_sparse.compressors import NoOp, TopK, gaussiank
-from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.estimation import fits
+from horovod_sparse.numpy import VirtualWorkers
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Sums
 
@@ -158,16 +157,23 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
     """Train one model, and look at its gradients at some steps."""
     points = {round(step) for step in np.geomspace(FIRST_STEP, args.steps, args.points)}
     ratios = args.ratios if kind == RAW else [float(kind)]
+    compressor = NoOp(granularity="model") if kind == RAW else TopK(ratios[0], granularity="model", warmup=None)
+    training, workers = Training(task, WORKERS, seed), VirtualWorkers(WORKERS, compressor)
+    for step in range(1, args.steps + 1):
+        gradients = {f"p{number}": one.numpy() for number, one in enumerate(training.gradients())}
+        if step in points:
+            yield snapshot(accumulated(workers, gradients), kind, ratios)
+        reduced = workers(gradients)
+        training.step(torch.from_numpy(reduced[name]) for name in gradients)
 
-    def make(ratio: float, threshold: float) -> Compressor:
-        return NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model", warmup=None)
 
-    training = Training(make, task, ratios[0], WORKERS, seed)
-    for _ in range(args.steps):
-        gradients = training.gradients()
-        if training.steps + 1 in points:
-            yield snapshot(training.accumulated(gradients), kind, ratios)
-        training.step(gradients)
+def accumulated(workers: VirtualWorkers, gradients: dict[str, Array]) -> Gradient:
+    """The first worker's residual and gradient together."""
+    bucket = workers.pipelines[0].buckets[0]
+    x: Gradient = bucket.buffer.copy()
+    for name, slot in bucket.slots.items():
+        x[slot.offset : slot.offset + slot.numel] += gradients[name][0].ravel()
+    return x
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

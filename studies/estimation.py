@@ -22,13 +22,15 @@ import machine
 import markdown
 import numpy as np
 import torch
-from estimation_data import KINDS, MOSTLY_ZERO, RECORDED, stream
+from estimation_data import KINDS, MOSTLY_ZERO, RECORDED, Array, stream
 from tqdm import tqdm
-from workers import OPS, Array, make_workers
 
 from horovod_sparse.compressors import COMPRESSORS, DGC, GaussianK, MiCRO, NoOp, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.numpy import VirtualWorkers
+from horovod_sparse.numpy.ops import NumpyOps
 
+OPS = NumpyOps()
 WORKERS, REPLICAS = 4, 2
 """Workers of compressors whose workers choose together, and of the others, which repeat the same."""
 RAW_BURN_IN = 40
@@ -123,7 +125,11 @@ class Trial:
         self.k = compressor.target_count(len(first))
         # Workers that choose independently of the others work alone.
         numbers = [WORKERS] if row.together else [1] * REPLICAS
-        self.groups = [make_workers(number, compressor, {"p": first.shape}) for number in numbers]
+        self.groups = [VirtualWorkers(number, compressor) for number in numbers]
+        for group in self.groups:
+            # The first call makes the buckets, which `step` looks at before its own.
+            group({"p": np.zeros((group.number, len(first)), np.float32)})
+            group.reset()
 
     def step(self, gradients: Array, *, counted: bool, compared: bool) -> None:
         """All workers' next step; `compared`: look at the error as well."""

@@ -1,9 +1,9 @@
-"""The gradients that `estimation.py` feeds to all compressors at once: one per worker and step, made while they are used."""
+"""The gradients that studies look at: of examples' models in training, and of known distributions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,23 +95,41 @@ def _charlm(workers: int, seed: int) -> Task:
     return _text(model, CHARLM_CONTEXT, CHARLM_RATE, workers, seed)
 
 
+class Training:
+    """One model of an example that some workers train, each on data of its own."""
+
+    def __init__(self, kind: str, workers: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._task = RECORDED[kind](workers, seed)
+        self._parameters = list(self._task.model.parameters())
+        self._optimizer = torch.optim.SGD(self._parameters, lr=self._task.rate(1), momentum=MOMENTUM)
+        self._steps = 0
+
+    def gradients(self) -> list[Tensor]:
+        """Every worker's next gradient, by parameter: gradients[parameter][worker]."""
+        each = [torch.autograd.grad(loss(), self._parameters) for loss in self._task.losses]
+        return [torch.stack(mine) for mine in zip(*each, strict=True)]
+
+    def step(self, reduced: Iterable[Tensor]) -> None:
+        """Update the model with what the gradients were reduced to, by parameter."""
+        self._steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._task.rate(self._steps)
+        for parameter, gradient in zip(self._parameters, reduced, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+
+
 def _recorded(kind: str, workers: int, seed: int, skipped: int) -> Stream:
     """Every worker's gradients while the model is trained on their average, dense; the first steps are not given out."""
-    torch.manual_seed(seed)
-    task = RECORDED[kind](workers, seed)
-    parameters = list(task.model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=task.rate(1), momentum=MOMENTUM)
+    training = Training(kind, workers, seed)
     for step in itertools.count(1):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate(step)
-        gradients = [torch.autograd.grad(loss(), parameters) for loss in task.losses]
-        for parameter, *mine in zip(parameters, *gradients, strict=True):
-            parameter.grad = torch.stack(mine).mean(0)
-        optimizer.step()
+        gradients = training.gradients()
+        training.step(one.mean(0) for one in gradients)
         if step > skipped:
             # From the last parameter to the first, as buckets are filled, and without those that are reduced dense.
-            parts = [[g.flatten() for g in reversed(own) if g.numel() >= MIN_NUMEL] for own in gradients]
-            yield torch.stack([torch.cat(own) for own in parts]).numpy()
+            parts = [one.flatten(1) for one in reversed(gradients) if one[0].numel() >= MIN_NUMEL]
+            yield torch.cat(parts, dim=1).numpy()
 
 
 def _synthetic(kind: str, workers: int, size: int, seed: int) -> Stream:
