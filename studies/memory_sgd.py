@@ -124,6 +124,8 @@ class Study:
         """Of all workers together."""
         self.target = args.target * self.optimum
         self.reached = f"steps to {args.target:g} times the optimum"
+        self.heads = ["loss / optimum, each seed", f"{self.reached}, each seed"]
+        """What `Trained.cells` are."""
 
     def train(self, make: Make, shift: float, workers: int = 1) -> Trained:
         """Train with all seeds; the stepsizes are `GAMMA / (lambda (t + shift))`, where t counts the updates of all workers."""
@@ -165,7 +167,7 @@ class Study:
 
 def fewer_than_one(study: Study) -> None:
     """Print the table of the first claim."""
-    print(markdown.table(["method", "k", "entries sent per step", *heads(study)], []))
+    print(markdown.table(["method", "k", "entries sent per step", *study.heads], []))
     rows: list[tuple[str, float, Make]] = [("dense SGD", study.size, dense)]
     for name, make in (("random", random_k), ("top", top_k)):
         rows += [(name, k, partial(make, study.size, k)) for k in (1.0, 0.5, 0.25, 0.125)]
@@ -176,7 +178,7 @@ def fewer_than_one(study: Study) -> None:
 
 def one_entry(study: Study) -> None:
     """Print the table of one entry per step beside dense SGD and QSGD, with and without shift and memory."""
-    print(markdown.table(["method", "shift", "bits sent per step", *heads(study), "bits until then, mean"], []))
+    print(markdown.table(["method", "shift", "bits sent per step", *study.heads, "bits until then, mean"], []))
     size = study.size
     rows: list[tuple[str, float, Make, float]] = [("dense SGD", size, dense, 32)]
     rows += [(f"QSGD, {bits} bits", size, partial(QSGD, bits), 1) for bits in (2, 4, 8)]
@@ -193,11 +195,6 @@ def one_entry(study: Study) -> None:
         spent = bits * statistics.fmean(found.steps)
         total = "" if math.isnan(spent) else f"{spent:,.0f}"
         print(markdown.line([name, f"{shift:g}", f"{bits:,.0f}", *found.cells, total]), flush=True)
-
-
-def heads(study: Study) -> list[str]:
-    """What `Trained.cells` are."""
-    return ["loss / optimum, each seed", f"{study.reached}, each seed"]
 
 
 def more_workers(study: Study, most: int) -> None:
