@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as hvd
 import machine
@@ -107,23 +107,6 @@ def _rate(kind: Kind, known: Network) -> float:
     return call.bytes_sent(world) / max(rest, 0.1 * spent)
 
 
-class Row(NamedTuple):
-    """One method, predicted and measured, in seconds."""
-
-    title: str
-    sent: float
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1.0
-
-    def cells(self) -> list[str]:
-        times = [f"{1e3 * seconds:,.2f}" for seconds in (self.predicted, self.measured)]
-        return [self.title, f"{self.sent:,.0f}", *times, f"{100 * self.error:+.0f}"]
-
-
 def timed(rounds: Rounds, name: str, repetitions: int) -> float:
     """The median time of a step's collectives, the same on all workers."""
     runs = [together(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
@@ -135,8 +118,8 @@ def timed(rounds: Rounds, name: str, repetitions: int) -> float:
     return seconds(step, repetitions)
 
 
-def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
-    """Time each sparse method at each ratio, and the dense ones once."""
+def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[tuple[list[str], float]]:
+    """Time each sparse method at each ratio, and the dense ones once; a line of the table and the error of each."""
     world, dense = hvd.size(), (DENSE32, DENSE16, POWER)
     cases: list[tuple[Method, float]] = [(method, 1.0) for method in dense]
     cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in dense]
@@ -145,7 +128,9 @@ def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterato
         repetitions = min(MOST_REPETITIONS, max(1, int(BUDGET / predicted)))
         title = method.title if ratio == 1.0 else f"{method.title}, {ratio:g}"
         taken = timed(method.rounds(parameters, ratio, world), title, repetitions)
-        yield Row(title, method.bytes_sent(parameters, ratio, world), predicted, taken)
+        sent, error = method.bytes_sent(parameters, ratio, world), predicted / taken - 1.0
+        times = [f"{1e3 * seconds:,.2f}" for seconds in (predicted, taken)]
+        yield [title, f"{sent:,.0f}", *times, f"{100 * error:+.0f}"], error
 
 
 def main() -> None:
@@ -157,7 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()
     where = measure()
-    rows = list(compare(where, args.parameters, args.ratios))
+    rows, errors = zip(*compare(where, args.parameters, args.ratios), strict=True)
     if hvd.rank():
         return
     print(
@@ -166,9 +151,9 @@ def main() -> None:
         f"{1e3 * where.wait:.2f} ms until a collective starts\n{machine.describe()}\n"
     )
     header = ["method", "bytes sent per step and worker", "predicted, ms", "measured, ms", "error, %"]
-    print(markdown.table(header, [row.cells() for row in rows]))
-    errors = [abs(row.error) for row in rows]
-    print(f"\nMedian error {100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %.", flush=True)
+    print(markdown.table(header, rows))
+    sizes = [abs(error) for error in errors]
+    print(f"\nMedian error {100 * statistics.median(sizes):.0f} %, largest {100 * max(sizes):.0f} %.", flush=True)
 
 
 if __name__ == "__main__":
