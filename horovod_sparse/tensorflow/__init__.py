@@ -1,7 +1,6 @@
 """TensorFlow adapter: every name of ``horovod.tensorflow``, and the compressors.
 
-Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well. But Keras 3
-optimizers without one of our compressors must be made with the `DistributedOptimizer` of this package.
+Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well.
 """
 
 import importlib as _importlib
@@ -17,13 +16,14 @@ from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
-from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
 # The star import brings Horovod's `keras` if that was imported before. Ours appears once it is imported.
 globals().pop("keras", None)
 
 seam.install()
+# The star import has brought it as it was before.
+DistributedOptimizer = _stock.DistributedOptimizer
 
 # Not our own modules.
 __all__ = [name for name, one in globals().items() if name[0] != "_" and getattr(one, "__package__", "") != __name__]

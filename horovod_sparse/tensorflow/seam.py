@@ -6,10 +6,11 @@
   replacements also take the variables of Keras 3.
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would silently train apart (see `keras.optimizer`).
+- `horovod.tensorflow.DistributedOptimizer`, which loses `op` and `groups` of Keras' optimizers.
 - What `hvd.join` calls, which must not be called with one of our compressors.
 - `Optimizer.apply` of Keras 3, once a tape has one of our compressors and Keras was imported.
 
-Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
+Without one of our compressors the functions behave as before, except that optimizers of Keras 3 are distributed too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +102,16 @@ def _get_local_and_global_gradients(
     return stock(tape, target, _named(tape, sources), *args, **kwargs)
 
 
+def _distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) -> Any:
+    arguments = _signature(stock).bind(*args, **kwargs).arguments
+    if isinstance(arguments["optimizer"], tf.compat.v1.train.Optimizer):
+        return stock(*args, **kwargs)
+    import horovod.tensorflow.keras as stock_keras
+
+    arguments.pop("use_locking", None)
+    return stock_keras.DistributedOptimizer(**arguments)
+
+
 def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) -> Any:
     given = _signature(stock).bind(*args, **kwargs)
     given.apply_defaults()
@@ -109,24 +119,19 @@ def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) ->
     optimizer, compression = arguments["optimizer"], arguments["compression"]
     check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
     # Imported here, because Keras takes seconds to import and a tape does not need it.
-    import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
+    import keras
+
+    from horovod_sparse.tensorflow.keras.optimizer import distributed
 
     if not hasattr(type(optimizer), "from_config"):
         raise TypeError(f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {optimizer!r}")
-    is_keras_3 = keras_optimizer.is_keras_3(optimizer)
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        del arguments["keras"]
+        return distributed(**arguments)
     if isinstance(compression, TensorflowCompressor):
-        if is_keras_3:
-            del arguments["keras"]
-            return keras_optimizer.DistributedOptimizer(**arguments)
         raise ValueError(
             f"optimizer must be one of Keras 3 with a sparsifier, got {optimizer!r}; leave TF_USE_LEGACY_KERAS unset, or use "
             "hvd.DistributedGradientTape"
-        )
-    if is_keras_3:
-        warnings.warn(
-            "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
-            "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",
-            stacklevel=4,
         )
     return stock(*args, **kwargs)
 
@@ -161,6 +166,7 @@ _EXTENSIONS = (
     (_TAPE, "gradient", _gradient),
     (_TAPE, "register_local_source", _register_local_source),
     (_TAPE, "get_local_and_global_gradients", _get_local_and_global_gradients),
+    (horovod_tensorflow, "DistributedOptimizer", _distributed_optimizer),
     (horovod_keras, "create_distributed_optimizer", _create_distributed_optimizer),
     # All names of `hvd.join` end here, also those that were imported before.
     (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", _join),

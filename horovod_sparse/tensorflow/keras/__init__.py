@@ -1,7 +1,6 @@
 """Keras adapter: every name of ``horovod.tensorflow.keras``, and the compressors.
 
-Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does. But Keras 3 optimizers without one of our
-compressors must be made with the `DistributedOptimizer` of this package, because stock Horovod never reduces their gradients.
+Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does.
 """
 
 from typing import Any as _Any
@@ -18,15 +17,12 @@ from horovod_sparse.tensorflow.compressors import *
 
 # This also binds `callbacks` to our module; the star import has bound it to Horovod's.
 from horovod_sparse.tensorflow.keras.callbacks import CheckpointCallback as CheckpointCallback
-from horovod_sparse.tensorflow.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
 # Horovod's leaves optimizers of Keras 3 as they are, without a word.
 del globals()["load_model"]
 
-_OWN_MODULES = ("loss_scaling", "momentum", "optimizer")
-
-__all__ = [name for name in globals() if not name.startswith("_") and name not in _OWN_MODULES]
+__all__ = [name for name in globals() if not name.startswith("_")]
 
 
 def __getattr__(name: str) -> _Any:

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import horovod.tensorflow as horovod_tensorflow
-import horovod.tensorflow.keras as stock
 import keras
 import tensorflow as tf
-from horovod.tensorflow import Average, Compression, global_process_set, mpi_ops
+from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
-from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import make_variable
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, spoiled
@@ -38,68 +36,28 @@ Reduce = Callable[[list[Any], list[Variable], Any], list[Any]]
 Apply = Callable[[list[Any], list[Variable]], None]
 
 
-def is_keras_3(optimizer: Any) -> bool:
-    """Return whether stock Horovod would train this optimizer's replicas independently of each other."""
-    return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "apply")
-
-
-def DistributedOptimizer(  # noqa: N802  Horovod's name.
+def distributed(
     optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = global_process_set,
-    scale_local_gradients: bool = True,
+    *,
+    name: str | None,
+    compression: Any,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    scale_local_gradients: bool,
+    **arguments: Any,
 ) -> Any:
-    """Make a Keras optimizer reduce its gradients over all workers before it applies them.
+    """Make a Keras 3 optimizer reduce its gradients over all workers before it applies them, and return it itself.
 
-    A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Others go to stock Horovod.
-    A `keras.optimizers.LossScaleOptimizer` may be inside of it or around it. Models must be compiled with
-    `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
-
-    Args:
-        optimizer: a plain Keras optimizer. Its clipping and weight decay act after the reduction.
-        name: prefix of the operations of a dense reduction.
-        device_dense: device for a dense reduction.
-        device_sparse: device for a dense reduction.
-        compression: one of our compressors, which must not serve another optimizer, or one of `hvd.Compression`.
-        sparse_as_dense: whether `tf.IndexedSlices` are reduced as dense tensors.
-        gradient_predivide_factor: the part of the average's divisor that is applied before the sum instead of after it.
-        op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: number of passes whose gradients are summed here before they are reduced and applied.
-            `optimizer.iterations` counts passes.
-        average_aggregated_gradients: whether that sum is divided by the number of passes.
-        num_groups: the older form of `groups`.
-        groups: a number of groups, or lists of variables, that are reduced together.
-        process_set: the workers that take part.
-        scale_local_gradients: whether gradients of local variables are divided by the number of workers. Local variables are
-            those given to `optimizer.register_local_var(variable)`; their gradients stay this worker's own.
+    It may have a `keras.optimizers.LossScaleOptimizer` inside or around it. The arguments are those of stock Horovod.
 
     Raises:
         ValueError: an argument cannot be honoured; the message says what to do instead.
     """
-    # Nothing but the arguments is a local variable yet.
-    arguments = dict(locals())
-    del arguments["num_groups"]
-    if groups is None and num_groups != 0:
-        arguments["groups"] = num_groups
-    if not is_keras_3(optimizer):
-        return stock.DistributedOptimizer(**arguments)
     reduction = Reduction.among(arguments)
     workers, passes = reduction.process_set, backward_passes_per_step
     # A LossScaleOptimizer calls the distributed `apply` of the optimizer inside of it (`follow_scalers`).
     inner = inner_of(optimizer)
-    check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
-    _check_optimizer(inner, passes)
-    _check_reduction(reduction)
+    _check(inner, passes, reduction)
     reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
         compression.check_free()
@@ -116,15 +74,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
         reducer.settings = functools.partial(_settings_of, inner, reducer, passes, average_aggregated_gradients)
         reduce: Reduce = functools.partial(_reduce_sparse, reducer)
     else:
-        reduce = _Dense(
-            **vars(reduction),
-            name=name or f"Distributed{type(optimizer).__name__}",
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            compression=compression,
-        )
+        reduce = _Dense(name=name or f"Distributed{type(optimizer).__name__}", compression=compression, **arguments)
     follow_scalers()
-    distributed = DistributedApply(
+    inner.apply = DistributedApply(
         inner,
         reduce,
         reducer,
@@ -132,8 +84,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
     )
-    inner.apply = distributed
-    optimizer.register_local_var = inner.register_local_var = distributed.register_local_var
+    optimizer.register_local_var = inner.register_local_var = inner.apply.register_local_var
     return optimizer
 
 
@@ -377,7 +328,7 @@ def _on_values(function: Callable[[Tensor], Tensor], gradient: Any) -> Any:
     return None if gradient is None else function(gradient)
 
 
-def _check_optimizer(optimizer: Any, passes: int) -> None:
+def _check(optimizer: Any, passes: int, reduction: Reduction) -> None:
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
             f"the Keras backend must be 'tensorflow' with horovod.tensorflow, got {keras.backend.backend()!r}; set "
@@ -394,18 +345,11 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
             f"send every pass; use hvd.DistributedOptimizer(..., backward_passes_per_step={steps}, "
             "average_aggregated_gradients=True)"
         )
-
-
-def _check_reduction(reduction: Reduction) -> None:
-    op, predivide, groups = reduction.op, reduction.gradient_predivide_factor, reduction.groups
-    if op not in (mpi_ops.Average, mpi_ops.Sum):
-        raise ValueError(f"op must be hvd.Average or hvd.Sum with a Keras optimizer, got {op!r}")
-    if predivide != 1.0 and op != mpi_ops.Average:
+    predivide = reduction.gradient_predivide_factor
+    if predivide != 1.0 and not reduction.averages:
         raise ValueError(
             f"gradient_predivide_factor must be 1.0 with op=hvd.Sum, got {predivide!r}: it splits an average; use hvd.Average"
         )
-    if groups is not None and not isinstance(groups, list) and not (isinstance(groups, int) and groups > 0):
-        raise ValueError(f"groups must be a list of lists of variables, or a number > 0 of groups, got {groups!r}")
 
 
 def _check_callers(optimizer: Any) -> None:

@@ -112,6 +112,9 @@ def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
     fit(model, range(20))
     assert compression.stats().steps == 20
     assert_in_step(model)
+    dense = compiled(wrap(keras.optimizers.Adam(0.01)))
+    fit(dense, range(2))
+    assert_in_step(dense)
 
 
 @scenario(
@@ -206,7 +209,7 @@ def dense_is_training_on_all_data(make: MakeCompression, optimizer: Callable[[],
     """Training on all ranks is training on the union of their batches."""
     model, compression = small_model(), make()
     arguments = {name: value(model) if callable(value) else value for name, value in given.items()}
-    model.compile(hvd.DistributedOptimizer(optimizer(), compression=compression, **arguments), loss=LOSS)
+    model.compile(stock.DistributedOptimizer(optimizer(), compression=compression, **arguments), loss=LOSS)
     fit(model, range(10))
     alone = compiled(optimizer())
     if "op" in given:
@@ -516,22 +519,6 @@ def metrics_are_averaged() -> None:
 
 
 @scenario(TF_2)
-def stock_horovod_is_warned_of_with_keras_3() -> None:
-    for wrap in (stock.DistributedOptimizer, stock_keras.DistributedOptimizer):
-        for compression in (stock.Compression.none, stock.Compression.fp16):
-            for _ in range(2):
-                messages = warned(lambda wrap=wrap, c=compression: wrap(keras.optimizers.SGD(0.1), compression=c))
-                assert len(messages) == 1, messages
-                assert "train apart" in messages[0]
-    for wrap in (ours.DistributedOptimizer, hvd.DistributedOptimizer):
-        assert warned(lambda wrap=wrap: wrap(keras.optimizers.SGD(0.1))) == []
-    assert (
-        warned(lambda: stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.01, warmup=None)))
-        == []
-    )
-
-
-@scenario(TF_2)
 def optimizers_that_are_refused() -> None:
     sgd = keras.optimizers.SGD
     wrap = stock_keras.DistributedOptimizer
@@ -558,7 +545,7 @@ def optimizers_that_are_refused() -> None:
     assert "backward_passes_per_step=4" in raised(ValueError, lambda: hvd.DistributedOptimizer(accumulating))
     assert "instance" in raised(TypeError, lambda: wrap(sgd(0.1), compression=TopK))
     for arguments, named in (
-        ({"op": ours.Adasum}, "op must be"),
+        ({"op": ours.Adasum}, "op "),
         ({"op": ours.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
         ({"groups": -1}, "groups"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
