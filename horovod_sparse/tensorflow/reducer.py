@@ -125,8 +125,8 @@ class Reducer(Store):
         )
         if learning_rate is None and self.compressor.in_updates:
             raise ValueError(
-                "lr_in_residual must be False with a gradient tape or an optimizer of tf.compat.v1, which do not tell the "
-                "learning rate; use a Keras 3 optimizer with hvd.DistributedOptimizer"
+                "lr_in_residual must be False with a gradient tape, which does not tell the learning rate; use a Keras 3 "
+                "optimizer with hvd.DistributedOptimizer"
             )
         self._extend(names, gradients, variables)
         given = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

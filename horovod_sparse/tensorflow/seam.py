@@ -70,11 +70,15 @@ def _make_allreduce_grads_fn(stock: Function, *args: Any, **kwargs: Any) -> Any:
     check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
     if not isinstance(compression, TensorflowCompressor):
         return stock(*args, **kwargs)
-    # A new tape is made in every step.
-    is_tape = given["name"] == "DistributedGradientTape"
-    if is_tape and "keras" in sys.modules:
+    if given["name"] != "DistributedGradientTape":
+        raise ValueError(
+            f"optimizer must be one of Keras 3 with a sparsifier, got {given['name']} of legacy Keras or tf.compat.v1; leave "
+            "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
+        )
+    if "keras" in sys.modules:
         _watch_optimizers()
-    return reducer_of(compression, Reduction.among(given), shared=is_tape)
+    # A new tape is made in every step.
+    return reducer_of(compression, Reduction.among(given), shared=True)
 
 
 def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
@@ -116,8 +120,8 @@ def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) ->
     given = _signature(stock).bind(*args, **kwargs)
     given.apply_defaults()
     arguments = given.arguments
-    optimizer, compression = arguments["optimizer"], arguments["compression"]
-    check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
+    optimizer = arguments["optimizer"]
+    check_kind(arguments["compression"], TensorflowCompressor, "horovod_sparse.tensorflow")
     # Imported here, because Keras takes seconds to import and a tape does not need it.
     import keras
 
@@ -128,11 +132,6 @@ def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) ->
     if isinstance(optimizer, keras.optimizers.Optimizer):
         del arguments["keras"]
         return distributed(**arguments)
-    if isinstance(compression, TensorflowCompressor):
-        raise ValueError(
-            f"optimizer must be one of Keras 3 with a sparsifier, got {optimizer!r}; leave TF_USE_LEGACY_KERAS unset, or use "
-            "hvd.DistributedGradientTape"
-        )
     return stock(*args, **kwargs)
 
 
