@@ -119,9 +119,7 @@ def _distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) -> Any:
 def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) -> Any:
     given = _signature(stock).bind(*args, **kwargs)
     given.apply_defaults()
-    arguments = given.arguments
-    optimizer = arguments["optimizer"]
-    check_kind(arguments["compression"], TensorflowCompressor, "horovod_sparse.tensorflow")
+    optimizer = given.arguments["optimizer"]
     # Imported here, because Keras takes seconds to import and a tape does not need it.
     import keras
 
@@ -130,8 +128,8 @@ def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) ->
     if not hasattr(type(optimizer), "from_config"):
         raise TypeError(f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {optimizer!r}")
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        del arguments["keras"]
-        return distributed(**arguments)
+        del given.arguments["keras"]
+        return distributed(**given.arguments)
     return stock(*args, **kwargs)
 
 
