@@ -71,7 +71,6 @@ def test_laws_of_states(row: Row) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "float64": {"residual": "float64"},
     "momentum": {"momentum": MomentumCorrection(0.5)},
     "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
@@ -131,6 +130,7 @@ def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
 def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
     assert on_gpu(TopK(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
+    assert selector_for(TopK(0.1), bucket.layout, bucket.buffer.double(), None) is None
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
     assert available()
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")

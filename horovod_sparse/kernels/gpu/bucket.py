@@ -38,7 +38,7 @@ _MARGIN = 0.1
 """Candidates exceed the last limit less at most this part of it. It adapts: with error feedback many entries are just below."""
 _MANY, _LESS, _MORE = 3.0, 0.7, 4.0
 """If there are this many times as many candidates as are sent, the margin shrinks; if there are too few, it grows."""
-_WIDTHS = {torch.float32: (8, 8, 8, 7), torch.float64: (8, 8, 8, 8, 8, 8, 8, 7)}
+_WIDTHS = 8, 8, 8, 7
 """Width of each digit of a magnitude, in bits, from the most significant digit."""
 _SAMPLED_WIDTH = 11
 """That of the digit that a sample is counted by: the exponent and three more bits of a float32."""
@@ -49,7 +49,7 @@ class DeviceBucket:
 
     Args:
         rule: what the compressor asks for.
-        buffer: the residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
+        buffer: the residual, float32, flat and contiguous. It belongs to the caller and is changed here.
         velocity: an array like the buffer, which is changed, too; None without momentum.
         sizes: the number of entries of each parameter, > 0, in the order of the bucket.
         ratio: approximately the fraction of the entries that will be sent.
@@ -91,7 +91,6 @@ class DeviceBucket:
         self._groups = -(-self._tiles // self._tiles_each)
         self._lanes = triton.next_power_of_2(self._groups)
         self._shape = {"BLOCK": block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": chunk}
-        self._widths = _WIDTHS[buffer.dtype]
 
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=buffer.device)
@@ -103,8 +102,8 @@ class DeviceBucket:
         """What every kernel after `fit` reads."""
         self._partials = zeros(self._tiles * len(SUMS), torch.float64)
         self._above, self._equal = zeros(self._groups, torch.int32), zeros(self._groups, torch.int32)
-        self._histograms = zeros((len(self._widths) + 1) * MOST_BINS, torch.int32)
-        self._sampled = self._histograms[len(self._widths) * MOST_BINS :]
+        self._histograms = zeros((len(_WIDTHS) + 1) * MOST_BINS, torch.int32)
+        self._sampled = self._histograms[len(_WIDTHS) * MOST_BINS :]
         self._words = zeros(WORDS, torch.int64)
         self._numbers = zeros(len(NUMBERS), torch.float64)
         on_gpu = buffer.device.type == "cuda"
@@ -174,7 +173,7 @@ class DeviceBucket:
             if request.rule != "largest":
                 self._count(-1, 0)
             self._search(request, k, capacity)
-            self._count(len(self._widths) - 1, self._widths[-1])
+            self._count(len(_WIDTHS) - 1, _WIDTHS[-1])
             counts = self._above, self._equal, self._groups
             self._launch(write, *counts, capacity, message, self._numbers, GROUPS=self._lanes)
             self._host.copy_(self._numbers, non_blocking=True)
@@ -189,22 +188,22 @@ class DeviceBucket:
     def _fit(self, request: Request, floor: float, k: int) -> None:
         asked = k, request.aim, request.cut, request.most_tail, floor
         results = self._histograms, self._numbers, self._words
-        constants = {"HISTOGRAMS": len(self._widths) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
-        fit[(1,)](self.buffer, self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
+        constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
+        fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
 
     def _count(self, last: int, width: int) -> None:
         self._launch(count, self._above, self._equal, self._histograms, LAST=last, WIDTH=width)
 
     def _search(self, request: Request, k: int, capacity: int) -> None:
-        shift, stride = sum(self._widths), min(_STRIDE, self._shape["BLOCK"] // RUN)
+        shift, stride = sum(_WIDTHS), min(_STRIDE, self._shape["BLOCK"] // RUN)
         digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": stride}
         counts, asked = (self._above, self._groups), (k, capacity, *request.trust)
         results, constants = (self._sampled, self._numbers), {"FITS": self.rule.measures, "GROUPS": self._lanes}
         self._launch(sample, *counts, *asked, *results, **constants, **digit)
         self._launch(collect, k, request.cut_exponent, self._sampled, self._numbers, **digit)
-        for number, width in enumerate(self._widths):
+        for number, width in enumerate(_WIDTHS):
             shift -= width
-            before = self._widths[number - 1]
+            before = _WIDTHS[number - 1]
             self._launch(histogram, self._histograms, ROUND=number, SHIFT=shift, WIDTH=width, BEFORE=before)
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
@@ -236,9 +235,9 @@ def _block_for(numel: int) -> int:
 def selector_for(
     compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None, **shape: int
 ) -> DeviceBucket | None:
-    """Return what selects from a bucket on its device, or None if the compressor needs the host for that."""
+    """Return what selects from a bucket on its device; None if the compressor, or a float64 residual, needs the host."""
     rule = rule_of(compressor)
-    if rule is None:
+    if rule is None or buffer.dtype != torch.float32:
         return None
     ratio = compressor.target_count(layout.numel) / layout.numel
     return DeviceBucket(rule, buffer, velocity, [slot.numel for slot in layout.slots], ratio, **shape)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.floats import LARGEST_FLOAT32, bits_of, clip, value_of
+from horovod_sparse.kernels.gpu.floats import bits_of, value_of
 from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
 from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
 
@@ -21,16 +21,6 @@ _WIRE_PADDING = tl.constexpr(wire.PADDING)
 def _store_rows(message, row, index, value, used):
     tl.store(message + row * 2, index, used)
     tl.store(message + row * 2 + 1, value.to(tl.int32, bitcast=True), used)
-
-
-@triton.jit
-def _as_sent(x):
-    """Return entries as float32, and what is left of them in the residual."""
-    if x.dtype == tl.float32:
-        return x, tl.zeros_like(x)
-    else:
-        value = clip(x, LARGEST_FLOAT32).to(tl.float32)
-        return value, x - value.to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["tiles", "groups", "capacity"])
@@ -53,7 +43,7 @@ def write(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write the message of pairs, and subtract from the residual what is in the message."""
+    """Write the message of pairs, and set to zero what is in the message."""
     group = tl.program_id(0)
     limit = tl.load(words + LIMIT)
     most_equal = tl.load(words + MOST_EQUAL)
@@ -73,9 +63,8 @@ def write(
         equal_before = equal + (before >> 16)
         row = above + (before & 65535) + tl.minimum(equal_before, most_equal)
         chosen = (is_above | (is_equal & (equal_before < most_equal))) & (row < capacity)
-        value, kept = _as_sent(x)
-        _store_rows(message, row, indices.to(tl.int32), value, chosen)
-        tl.store(residual + indices, kept, chosen)
+        _store_rows(message, row, indices.to(tl.int32), x, chosen)
+        tl.store(residual + indices, tl.zeros_like(x), chosen)
         these = tl.sum(both, 0)
         above += these & 65535
         equal += these >> 16
@@ -91,7 +80,7 @@ def write(
         _store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
     if group == 0:
         tl.store(numbers + SENT, sent.to(tl.float64))
-        tl.store(numbers + LIMIT_VALUE, value_of(limit, residual))
+        tl.store(numbers + LIMIT_VALUE, value_of(limit))
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])

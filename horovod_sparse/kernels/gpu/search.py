@@ -150,13 +150,13 @@ def _begin_search(
 
 
 @triton.jit
-def _store_low(residual, counts, k, cut_exponent, stride, numbers, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def _store_low(counts, k, cut_exponent, stride, numbers, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     """Store the next cut: the lower end of the bin of the first digit in which SIDCo's last stage but one would end."""
     count = tl.maximum(tl.load(numbers + COUNT), 1.0)
     ratio = tl.log(k.to(tl.float64) / count / _FIRST_RATIO)
     left = tl.exp(ratio * cut_exponent) * count * _FIRST_RATIO / stride
     digit, _ = _digit(counts, tl.maximum(left, 1.0).to(tl.int64), WIDTH)
-    tl.store(numbers + LOW, value_of(digit << SHIFT, residual))
+    tl.store(numbers + LOW, value_of(digit << SHIFT))
 
 
 @triton.jit(do_not_specialize=["tiles", "groups", "k", "capacity", "trust_least", "trust_most"])
@@ -235,7 +235,7 @@ def collect(
     group = tl.program_id(0)
     by = tl.load(words + _COLLECTS_BY)
     if (group == 0) & (tl.load(words + _WANTS_LOW) > 0):
-        _store_low(residual, counts, k, cut_exponent, STRIDE, numbers, SHIFT, WIDTH)
+        _store_low(counts, k, cut_exponent, STRIDE, numbers, SHIFT, WIDTH)
     if by > 0:
         floor = tl.load(words + LIMIT)
         if by == _BY_SAMPLE:

@@ -59,7 +59,6 @@ def _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE: tl.const
 
 @triton.jit(do_not_specialize=["tiles", "k", "aim"])
 def fit(
-    residual,
     partials,
     tiles: tl.int64,
     k: tl.int64,
@@ -85,7 +84,7 @@ def fit(
     for start in range(0, HISTOGRAMS * HISTOGRAM, CHUNK):
         tl.store(histograms + start + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
     count, largest, tail_count, total, squares, not_finite, candidates = add_up(partials, tiles, numbers, FITS, CHUNK)
-    floor_bits = rounded_bits(floor, residual)
+    floor_bits = rounded_bits(floor)
     limit = floor_bits
     rank = tl.full((), k if RULE == "largest" else 0, tl.int64)
     few = tl.full((), True, tl.int1)
@@ -96,9 +95,9 @@ def fit(
         usable = (tail_count > wanted) & (tail_count <= count * most_tail)
         threshold = _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE)
         # As `search.below_largest`: the limit is at most the number just below the largest magnitude.
-        below = tl.maximum(rounded_bits(largest, residual) - 1, 0)
+        below = tl.maximum(rounded_bits(largest) - 1, 0)
         # If few, there is room for everything that is not zero.
-        limit = tl.where(few, 0, tl.minimum(rounded_bits(threshold, residual), below))
+        limit = tl.where(few, 0, tl.minimum(rounded_bits(threshold), below))
         rank = tl.where(few | usable, 0, k)
     short = ((rank == 0) & (limit < floor_bits)) | (rank.to(tl.float64) > candidates)
     bad = not_finite > 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_sparse.kernels.gpu.floats import clip, largest_of
+from horovod_sparse.kernels.gpu.floats import clip
 
 RUN = 4
 """Number of entries of a run, which a thread loads at once."""
@@ -35,7 +35,7 @@ def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr)
     v *= tl.full((), factor, tl.float64).to(v.dtype)
     if g is not None:
         v += g
-    tl.store(velocity, clip(v, largest_of(v)), inside)
+    tl.store(velocity, clip(v), inside)
     if NESTEROV:
         v *= tl.full((), ahead, tl.float64).to(v.dtype)
         if g is not None:
@@ -115,7 +115,7 @@ def accumulate(
     tail_total, tail_squares = tl.zeros([CHUNK], tl.float64), tl.zeros([CHUNK], tl.float64)
     cut_bound = tl.full((), cut, tl.float64).to(dtype)
     # An excess over it is zero for entries that are not above the cut. If the cut is infinite, that is all of them.
-    finite_cut = tl.minimum(cut_bound, largest_of(cut_bound))
+    finite_cut = clip(cut_bound)
     for first in range(0, left, CHUNK):
         lanes = first + tl.arange(0, CHUNK)
         inside = lanes < left
@@ -130,7 +130,7 @@ def accumulate(
         if HAS_VELOCITY or HAS_GRADIENT:
             x += g * tl.full((), rate, tl.float64).to(dtype)
         not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
-        x = clip(x, largest_of(x))
+        x = clip(x)
         tl.store(residual + start + lanes, x, inside)
 
         magnitude = tl.abs(x)
