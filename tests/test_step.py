@@ -261,7 +261,7 @@ def test_a_step_that_fails_leaves_no_trace_though_its_end_was_interrupted() -> N
             bucket = None if parameter == DENSE else pipeline.arrive(parameter, np.ones(shape, np.float32))
             if bucket is not None:
                 pipeline.advance(bucket, bucket.begin().message, 1.0, lambda slots, reduced: None)
-        pipeline.note_not_finite(DENSE)
+        pipeline.note_not_finite(f"parameter {DENSE!r}")
         return pipeline
 
     before = held(Worker(case, backend, "before").pipeline)

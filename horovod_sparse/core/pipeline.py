@@ -222,9 +222,9 @@ class Pipeline:
                     following.append((bucket, start(bucket, collective)))
             under_way = following
 
-    def note_not_finite(self, name: str) -> None:
-        """Let the step fail, because the reduced gradient of a parameter is not finite."""
-        self._begun().failures_elsewhere.append(f"the gradient of parameter {name!r} {_NOT_FINITE}")
+    def note_not_finite(self, what: str) -> None:
+        """Let the step fail, because the gradient of `what` is not finite, on this rank or another."""
+        self._begun().failures_elsewhere.append(f"the gradient of {what} {_NOT_FINITE}")
 
     def note_overflow(self, name: str) -> None:
         """Let the step fail, because a parameter's type cannot hold its reduced gradient."""
@@ -242,10 +242,6 @@ class Pipeline:
     def fails(self) -> bool:
         """Whether the step is known to fail."""
         return self.fails_here or bool(self._begun().failures_elsewhere)
-
-    def note_failure_elsewhere(self) -> None:
-        """Let the step fail, because it does on ranks that this one exchanges nothing with."""
-        self._begun().failures_elsewhere.append(f"the gradient of some parameter in another shard {_NOT_FINITE}")
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.

@@ -265,7 +265,7 @@ class HostPipeline(Pipeline):
     def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
         for name, is_finite in zip(names, finite, strict=True):
             if not is_finite:
-                self.note_not_finite(name)
+                self.note_not_finite(f"parameter {name!r}")
         self.end_step()
         return np.True_
 

@@ -1,10 +1,7 @@
 """Reduces the gradients of a model in `DistributedDataParallel`, whose hook hands them over bucket by bucket. No Horovod.
 
-DDP's buckets are not ours. DDP packs its own anew after the first step, and ours keep the residuals by parameter. A gradient is
-taken from DDP's bucket as soon as that is ready, and exchanges begin while backward goes on. The hook of DDP's last
-bucket ends all of them, in one order on all ranks, and writes the reduced gradients to the memory of DDP's buckets.
-
-Where updates are exchanged, DDP's buckets stay as they are. The optimizer's `step` is extended (`movement.Updates`).
+DDP's buckets are not ours: DDP packs its own anew after the first step. The hook of the last one ends all exchanges, in one
+order on all ranks, and writes to DDP's memory. Where updates are exchanged, DDP's buckets stay as they are.
 """
 
 from __future__ import annotations

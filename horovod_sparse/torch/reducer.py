@@ -1,16 +1,8 @@
 """Reduces the gradients of a wrapped optimizer whose compression is one of ours.
 
-There is one `Reducer` per optimizer. Hooks give it gradients while backward goes on, and never wait for another rank (on a
-GPU, buckets that the host selects from do wait for the device). `synchronize` waits, once.
-Some steps are held back, and reduced as a whole in `synchronize`:
-
-- The first step. The ranks compare their settings before it: a difference raises on all of them instead of hanging, and all
-  of them learn which embeddings have sparse gradients.
-- A step that follows a step that was given up.
-- Every step, if the compressor must see every gradient first.
-
-Where updates are exchanged, backward hands over nothing, and a step is reduced as a whole after the optimizer's own
-(`movement.Updates`).
+Hooks give a reducer gradients while backward goes on, and never wait for another rank. `synchronize` waits, once. It reduces
+whole steps: the first, before which the ranks compare their settings, one after a step that was given up, and every step of a
+compressor that must see all gradients first. Where updates are exchanged, it follows the optimizer's own (`movement.Updates`).
 """
 
 from __future__ import annotations
@@ -283,7 +275,7 @@ class Reducer(TensorReducer):
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
             if not pipeline.ops.all_finite(reduced._values()):
-                pipeline.note_not_finite(self._routes.names[parameter])
+                pipeline.note_not_finite(f"parameter {self._routes.names[parameter]!r}")
             if parameter.requires_grad:
                 parameter.grad = reduced
 

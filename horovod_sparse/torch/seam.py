@@ -1,11 +1,9 @@
 """The one seam to stock Horovod: `_DistributedOptimizer`'s methods, extended in place, and those of PyTorch's `GradScaler`.
 
-`hvd.DistributedOptimizer` copies the methods of `horovod.torch.optimizer._DistributedOptimizer` into a new class at each
-call, so extending them once reaches every later optimizer, however it was imported. Without one of our compressors
-an extended method does exactly what the stock method does. With one, it also avoids these defects of the stock methods:
-`zero_grad` has no `set_to_none`, `step` evaluates a closure after the reduction, parameter groups that are added later
-are never reduced, and an object whose class derives from the optimizer's, such as Lightning's and Fabric's wrappers, calls
-itself without end.
+`hvd.DistributedOptimizer` copies the methods into a new class at each call, so extending them once reaches every later
+optimizer, however it was imported. Without one of our compressors an extended method does exactly what the stock method does.
+With one, it also avoids defects: stock `zero_grad` has no `set_to_none`, `step` evaluates a closure after the reduction, groups
+that are added later are never reduced, and wrappers whose class derives from the optimizer's call themselves without end.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class GroupReducer(TensorReducer):
             for shards in self.shards:
                 failed = shards.start(Collective("allreduce", failed))()
             if failed.item() and not pipeline.fails:
-                pipeline.note_failure_elsewhere()
+                pipeline.note_not_finite("some parameter in another shard")
 
     def _agree(self, parameters: Sequence[Tensor]) -> None:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
