@@ -327,7 +327,7 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
 
 def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, drawn: Tensor, numel: int) -> Row:
     """Steps after many others, with other gradients each time: the same numbers at other places."""
-    worker = Worker(device, compressor, [numel], torch.float32)
+    worker = Worker(device, compressor, [numel])
     cold = title.endswith("cold")
     message = torch.empty(0)
 

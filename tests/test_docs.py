@@ -79,7 +79,7 @@ def test_the_exchange_of_the_page_loses_nothing() -> None:
             assert all(one.tobytes() == reduced[0].tobytes() for one in reduced)
             assert np.count_nonzero(reduced[0]) == 5
             total -= reduced[0]
-        np.testing.assert_array_equal(sum(one.residuals.view("p") for one in pipelines), total)
+        np.testing.assert_array_equal(sum(one.residuals.views["p"] for one in pipelines), total)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

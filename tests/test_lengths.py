@@ -68,7 +68,7 @@ def test_the_factor_has_bounds() -> None:
     lengths.note([0.0, 1e-200, 1.0])
     assert lengths.factor(4) == 2.0
     # Rounding can leave the mean longer than the updates.
-    lengths.reset()
+    lengths.load(None)
     lengths.note([1.0, 1.0, 1.999999])
     assert lengths.factor(4) == 1.0
 

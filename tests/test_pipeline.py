@@ -284,14 +284,14 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype) -> N
         return write_to([(slot, gradients[slot.name]) for slot in slots], reduced)
 
     assert pipeline.advance(bucket, bucket.begin().message, 1.0, write) is None
-    before = pipeline.residuals.view("q").clone()
+    before = pipeline.residuals.views["q"].clone()
     if dtype != torch.float16:
         pipeline.end_step()
         return
     with pytest.raises(FloatingPointError, match="parameter 'q' is finite, but beyond the range of its type"):
         pipeline.end_step()
-    assert not torch.equal(before, pipeline.residuals.view("q"))
-    assert torch.equal(pipeline.residuals.view("q"), torch.full((20,), 1e6))
+    assert not torch.equal(before, pipeline.residuals.views["q"])
+    assert torch.equal(pipeline.residuals.views["q"], torch.full((20,), 1e6))
 
 
 def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:

@@ -268,7 +268,7 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
     ):
         take_step(backend, pipelines, [{"p": np.ones(8, np.float32)} for _ in pipelines])
     pipelines[0].abort()
-    np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.view("p")), 1)
+    np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.views["p"]), 1)
 
 
 def test_a_device_is_not_waited_for() -> None:

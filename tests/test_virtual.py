@@ -109,7 +109,7 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step_of_all_workers() -> None
     with pytest.raises(FloatingPointError, match="parameter 'w' is finite, but beyond the range of its type"):
         workers({"w": np.full((3, 300), 60000, np.float16)})
     for pipeline in workers.pipelines:
-        np.testing.assert_array_equal(pipeline.residuals.view("w"), np.full(300, 60000, np.float32))
+        np.testing.assert_array_equal(pipeline.residuals.views["w"], np.full(300, 60000, np.float32))
 
 
 def test_the_worker_with_the_bad_gradient_is_named() -> None:

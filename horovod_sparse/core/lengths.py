@@ -28,10 +28,6 @@ class Lengths:
     def __init__(self) -> None:
         self.grow = True
         """Whether updates grow. If the optimizer does not divide, their mean is dense training's update already."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all steps."""
         self._own = self._mean = 0.0
 
     def factor(self, world: int) -> float:
@@ -53,7 +49,7 @@ class Lengths:
         return [self._own, self._mean]
 
     def load(self, state: Sequence[float] | None) -> None:
-        """Continue from what `state` has returned; from nothing if that is None, because gradients are exchanged."""
+        """Continue from what `state` has returned; from nothing if that is None."""
         self._own, self._mean = state or (0.0, 0.0)
 
 

@@ -128,8 +128,8 @@ class Pipeline:
     def drop(self, name: str) -> None:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         for kept in (self.residuals, self.velocities):
-            if name in kept.shapes:
-                kept.view(name)[:] = 0
+            if name in kept.views:
+                kept.views[name][:] = 0
 
     @property
     def steps(self) -> int:

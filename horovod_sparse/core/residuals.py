@@ -21,7 +21,8 @@ class Residuals:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self._buffers: list[Array] = []
-        self._views: dict[str, Array] = {}
+        self.views: dict[str, Array] = {}
+        """The flat slice of each parameter, by name; writing to it changes the residual."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shapes of the parameters that have a residual, by name."""
 
@@ -30,15 +31,11 @@ class Residuals:
         buffer = self._ops.zeros(layout.numel, layout.residual_dtype, like)
         self._buffers.append(buffer)
         for slot in layout.slots:
-            if slot.name in self._views:
+            if slot.name in self.views:
                 raise ValueError(f"parameter {slot.name!r} already has a residual; names must be unique")
-            self._views[slot.name] = buffer[slot.offset : slot.offset + slot.numel]
+            self.views[slot.name] = buffer[slot.offset : slot.offset + slot.numel]
             self.shapes[slot.name] = slot.shape
         return buffer
-
-    def view(self, name: str) -> Array:
-        """Return the flat slice of one parameter; writing to it changes the residual."""
-        return self._views[name]
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +51,11 @@ class Residuals:
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
-        return {name: self._ops.copy(self._views[name]).reshape(shape) for name, shape in self.shapes.items()}
+        return {name: self._ops.copy(self.views[name]).reshape(shape) for name, shape in self.shapes.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""
-        for name, view in self._views.items():
+        for name, view in self.views.items():
             self._ops.assign(view, state[name])
 
 

@@ -110,7 +110,7 @@ class Store:
 
     def reset(self) -> None:
         self.deferred = None
-        self.lengths.reset()
+        self.lengths.load(None)
         pipeline = self.between_steps()
         if pipeline is not None:
             pipeline.reset()

@@ -291,7 +291,7 @@ class TensorReducer(Store):
         residuals = state["residuals"]
         if pipeline is not None:
             nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
-            residuals = {} if nothing else {name: pipeline.residuals.view(name) for name in pipeline.residuals.shapes}
+            residuals = {} if nothing else pipeline.residuals.views
         found, grown = [], self.lengths.factor(self._world)
         for group in optimizer.param_groups:
             rate = 1.0 / grown if self._in_parameters else 1.0 if self.compressor.in_updates else float(group["lr"])

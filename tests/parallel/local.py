@@ -88,7 +88,7 @@ def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True)
         means["small"] = np.stack([one["small"] for one in drifts]).mean(axis=0, dtype=np.float32)
         for pipeline in oracle.pipelines:
             for name in compressed:
-                pipeline.residuals.view(name)[:] *= np.float32(decay)
+                pipeline.residuals.views[name][:] *= np.float32(decay)
         for name, mean in means.items():
             velocity[name] = np.float32(momentum) * velocity[name] + mean
             shared[name] = shared[name] - np.float32(alpha) * (mean + np.float32(momentum) * velocity[name])
