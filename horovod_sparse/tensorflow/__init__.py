@@ -16,7 +16,7 @@ from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
-from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
+from horovod_sparse.tensorflow.names import broadcast_variables as broadcast_variables
 
 # The star import brings Horovod's `keras` if that was imported before. Ours appears once it is imported.
 globals().pop("keras", None)

@@ -1,4 +1,7 @@
-"""Names of variables, under which residuals are kept and saved. Every rank that builds the same model has the same names."""
+"""Variables of TensorFlow and Keras 3: their names, under which residuals are kept and saved, and their broadcast.
+
+Every rank that builds the same model has the same names.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import horovod.tensorflow as stock
 import tensorflow as tf
+from horovod.tensorflow import global_process_set
 
 from horovod_sparse.core.state import PARTS, names_in
 
@@ -93,3 +98,13 @@ def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]
     if len(new) < len(names):
         return state
     return {**state, **{part: {new.get(old, old): value for old, value in state[part].items()} for part in PARTS}}
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
+) -> Any:
+    """Give all workers the variables' values of `root_rank`, as in stock Horovod, but also for Keras 3 variables.
+
+    For a Keras 3 model pass `model.weights`: `model.variables` also has the states of random generators.
+    """
+    return stock.broadcast_variables([plain(variable) for variable in variables], root_rank, process_set, inplace)

@@ -17,7 +17,7 @@ from horovod_sparse.tensorflow.compressors import *
 
 # This also binds `callbacks` to our module; the star import has bound it to Horovod's.
 from horovod_sparse.tensorflow.keras.callbacks import CheckpointCallback as CheckpointCallback
-from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
+from horovod_sparse.tensorflow.names import broadcast_variables as broadcast_variables
 
 # Horovod's leaves optimizers of Keras 3 as they are, without a word.
 del globals()["load_model"]

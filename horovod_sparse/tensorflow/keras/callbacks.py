@@ -16,8 +16,7 @@ from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelC
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.checkpoint import Damaged
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint, passes_of, save_checkpoint
-from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.wrappers import broadcast_variables
+from horovod_sparse.tensorflow.names import broadcast_variables, plain
 
 _resumed: WeakSet[Any] = WeakSet()
 """Models that were loaded from a checkpoint, on every rank."""
