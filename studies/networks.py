@@ -101,7 +101,6 @@ SUITES = {
         ),
         {
             "dense averaging": Row("--compression none --keep 0 --outer-lr 1"),
-            "TopK(0.0156), packed": Row("--compression topk --ratio 0.0156 --exchange packed"),
             "TopK(0.0156), packed, no warm-up": Row(
                 "--compression topk --ratio 0.0156 --exchange packed --warmup none"
             ),
