@@ -50,6 +50,8 @@ class Suite:
     task: Task
     rows: dict[str, Row]
     links: dict[str, str]
+    slow: str = ""
+    """The options of DDP's rows where a dense step takes seconds."""
     grains: tuple[str, ...] = ()
     """What is added to the options of SIDCo(0.01) to exchange in other parts."""
     networks: tuple[hosts.Network, ...] = NETWORKS
@@ -79,18 +81,20 @@ SUITES = {
             SIDCO: Row("--compression sidco --ratio 0.01"),
         },
         {
-            **dict.fromkeys(DDP, "--epochs 2 --epoch-steps 10"),
-            "dense averaging, every 5": "--epochs 2 --epoch-steps 10",
-            "DiLoCo, every 15": "--epochs 2 --epoch-steps 30",
+            **dict.fromkeys(DDP, "--epochs 2 --epoch-steps 60"),
+            "dense averaging, every 5": "--epochs 2 --epoch-steps 30",
+            "DiLoCo, every 15": "--epochs 2 --epoch-steps 45",
             LOCAL: "--epochs 4 --epoch-steps 50",
             SIDCO: "--epochs 6 --epoch-steps 25",
         },
+        "--epochs 2 --epoch-steps 8",
         ("--granularity layer",),
     ),
     "CNN": Suite(
         replace(loss_runs.TASKS["digits"], title="CNN, SGD with momentum"),
         DDP | {SIDCO: Row("--compression sidco --ratio 0.01")},
-        {**dict.fromkeys(DDP, "--epochs 2"), SIDCO: "--epochs 4"},
+        {**dict.fromkeys(DDP, "--epochs 2"), SIDCO: "--epochs 3"},
+        "--epochs 1",
     ),
     "50 million": Suite(
         Task(
@@ -158,7 +162,11 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
     if reason:
         raise SystemExit(f"no hosts can be made here: {reason}")
     for network in suite.networks:
-        rows = {row: (suite.rows[row].options, options) for row, options in suite.links.items()}
+        is_slow = network in NETWORKS[-2:]
+        rows = {
+            row: (suite.rows[row].options, suite.slow if is_slow and row in DDP else options)
+            for row, options in suite.links.items()
+        }
         if network == WHERE_GRAINS_COUNT:
             plain = (suite.rows[SIDCO].options, suite.links[SIDCO])
             rows |= {grain: (f"{plain[0]} {grain}", plain[1]) for grain in suite.grains}

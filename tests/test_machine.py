@@ -250,7 +250,7 @@ class Machine(RuleBasedStateMachine):
             for rank, (expected, bucket) in enumerate(zip(self.expected, buckets, strict=True)):
                 before, after = expected.residuals[slot.name].reshape(-1), bucket.buffer[inside]
                 indices = parts[rank if pairs else 0][0]
-                shares.append(share_of(before, after, indices, parts[0][1].dtype))
+                shares.append(share_of(before, after, indices, parts[0][1].dtype, packed=values == "packed"))
                 sent[rank][slot.offset + indices], befores[rank][inside] = True, before
                 # A level of packed values is at most twice the smallest magnitude that it stands for.
                 rounded = np.abs(before[indices]) if values == "packed" else 0.0
@@ -477,11 +477,14 @@ class Machine(RuleBasedStateMachine):
                 assert stats.mean.buckets[number].count == sum(one.sent for one in counts) / max(len(counts), 1)
 
 
-def share_of(before: Any, after: Any, indices: Any, dtype: Any) -> Any:
+def share_of(before: Any, after: Any, indices: Any, dtype: Any, *, packed: bool) -> Any:
     """What has left a residual. Of an entry beyond the message's range the most of it leaves, and float64 rounds the rest."""
     share, most = before - after, float(np.finfo(dtype).max)
     beyond = indices[np.abs(before[indices]) > most]
     due = np.copysign(most, before[beyond])
+    if packed:
+        # What is sent is a bfloat16: the upper half of a float32.
+        due = ((share[beyond].astype(np.float32).view(np.int32) + 0x8000) & ~0xFFFF).view(np.float32)
     assert (np.abs(share[beyond] - due) <= np.spacing(np.abs(before[beyond]))).all()
     share[beyond] = due
     return share
