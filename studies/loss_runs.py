@@ -168,16 +168,15 @@ class Store:
     def tuned(self, name: str) -> tuple[float, dict[float, float]]:
         """The rate with the smallest loss at the end of the first seed's run, and the losses of all rates that were tried.
 
-        While the best rate is the smallest or the largest of several, the next one is tried, too.
+        While the best rate is the smallest or the largest of those, the next one is tried, too.
         """
         losses = {rate: self.train(name, rate, SEEDS[0]).last for rate in self.task.rates}
-        while len(losses) > 1:
+        while True:
             best = min(losses, key=losses.__getitem__)
             beyond = {min(losses): best / 2.0, max(losses): best * 2.0}.get(best)
             if beyond is None or len(losses) == MOST_RATES:
                 return best, dict(sorted(losses.items()))
             losses[beyond] = self.train(name, beyond, SEEDS[0]).last
-        return self.task.rates[0], losses
 
     def curves(self, name: str) -> list[Curve]:
         """One per seed, at the best rate."""

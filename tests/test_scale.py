@@ -6,7 +6,7 @@ import pytest
 from process import ROOT, python
 
 
-@pytest.mark.parametrize(("study", "page", "tables"), [("many_workers", "scale", 6), ("networks", "networks", 9)])
+@pytest.mark.parametrize(("study", "page", "tables"), [("many_workers", "scale", 6), ("networks", "networks", 6)])
 def test_the_page_has_the_tables_of_the_raw_data(study: str, page: str, tables: int) -> None:
     script = ROOT / "studies" / f"{study}.py"
     done = python(script, "tables", PYTHONPATH=str(ROOT))
