@@ -140,6 +140,7 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
     reason = hosts.missing()
     if reason:
         raise SystemExit(f"no hosts can be made here: {reason}")
+    store = Store(args.output, suite.task, args.timeout, suite.rows)
     for network in suite.networks:
         is_slow = network in NETWORKS[-2:]
         rows = {
@@ -156,7 +157,6 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
             for row in missing:
                 options, some = rows[row]
                 made = Row(f"{options} {some}", hook=suite.rows[row].hook if row in suite.rows else "")
-                store = Store(args.output, suite.task, args.timeout, suite.rows)
                 curve = store.on_hosts(where, f"{network}-{row}", made, suite.task.rates[0], SEEDS[0])
                 seconds = [round(one, 3) for one in curve.seconds]
                 told = {"network": str(network), "steps": curve.steps, "seconds": seconds}
