@@ -165,9 +165,9 @@ def _change(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _folder(path: Path) -> None:
+def _other(path: Path, make: Callable[[Path], object]) -> None:
     path.unlink()
-    path.mkdir()
+    make(path)
 
 
 def _manifest(path: Path, **changes: object) -> None:
@@ -183,7 +183,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "changed": _change,
     "grown": lambda path: path.write_bytes(path.read_bytes() * 2),
-    "folder": _folder,
+    "folder": lambda path: _other(path, Path.mkdir),
+    "pipe": lambda path: _other(path, os.mkfifo),
 }
 MANIFESTS: dict[str, Callable[[Path], object]] = {
     "empty entry": lambda path: _entry(path, []),

@@ -206,8 +206,9 @@ class LocalUpdates:
             FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
                 the parameters of the last exchange again, and training can go on.
             ValueError: on every worker, if they differ in settings or in the parameters with which they begin.
-            RuntimeError: with Horovod: on all other workers, if the exchange has raised on one, for instance because
-                of an interrupt. Nothing has changed, and training can go on.
+            RuntimeError: with Horovod: on all workers that still wait for messages of one where the exchange has raised, for
+                instance because of an interrupt. Nothing has changed there, and training can go on. If the others have
+                finished this exchange, all raise in the next one, and must load a checkpoint.
         """
         lengths = self._reducer.lengths.state()
         try:
@@ -241,11 +242,14 @@ class LocalUpdates:
             # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
         growing = "growing" if self._reducer.lengths.grow else "as they are"
+        pipeline = self._reducer.pipeline
+        self._reducer.compared = pipeline is not None
         mine = {
             "local updates": f"{number}, {self.outer}, {growing}",
             # All workers say so whenever one has loaded a state, so that nobody waits.
             "shared parameters": digest(self._shared) if self._unchecked else "as they were",
             "problem": str(problem),
+            "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
         }
         everyone = self._transport.everyone([mine, _agreed])
         compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)

@@ -304,6 +304,10 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def _read(path: Path, step: int, workers: Workers) -> Loaded:
     """Return what this rank needs of a checkpoint."""
+    # To read a pipe would block.
+    odd = sorted(file.name for file in path.iterdir() if not file.is_file())
+    if odd:
+        raise ValueError(f"it must have regular files only, but {odd} are none")
     manifest = json.loads((path / MANIFEST).read_bytes())
     if manifest["version"] != VERSION:
         raise ValueError(f"its version must be {VERSION}, got {manifest['version']!r}; another release saved it")

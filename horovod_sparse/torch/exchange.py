@@ -44,10 +44,10 @@ class _Started:
 class Collectives:
     """The collectives of one optimizer, and which of them are under way. `op` reduces sparse gradients."""
 
-    def __init__(self, op: Any, process_set: Any) -> None:
+    def __init__(self, op: Any, process_set: Any, prefix: str = "") -> None:
         self._op = op
         self._process_set = process_set
-        self.prefix = f"horovod_sparse.{process_set.process_set_id}."
+        self.prefix = f"horovod_sparse.{process_set.process_set_id}.{prefix}"
         """Begins the names of the collectives, as Horovod knows them."""
         self._started: dict[str, _Started] = {}
         """The collectives that were started in this step, by name."""
@@ -116,6 +116,14 @@ class Collectives:
     def take_back_step(self, steps: int) -> None:
         """Note that this rank has made no more than so many steps, though a step's collectives have ended."""
         self.given_up, self.steps = True, steps
+
+    def give_up(self, following: str) -> None:
+        """Tell the other ranks, which may wait for what this rank has not started, up to `following`. Never waits."""
+        self.given_up = True
+        self._kinds.setdefault(following, "allgather")
+        # If Horovod is down, the others know.
+        with contextlib.suppress(HorovodInternalError):
+            self._say_so()
 
     def clear_up(self) -> None:
         """Meet the other ranks after a step that was given up, on this rank or another. Blocks if there was such a step.

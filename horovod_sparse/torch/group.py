@@ -20,6 +20,9 @@ from horovod_sparse.exchange.protocols import Collective
 # PyTorch has renamed it.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
+_ROOM = 1024
+"""Bytes of the first message with a value. What is told in every exchange fits, and takes one round trip."""
+
 
 class Group:
     """A process group. `position` is this rank's number in it, and `rank` that among all ranks.
@@ -67,12 +70,16 @@ class Group:
 
     def everyone(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
-        line = torch.frombuffer(bytearray(json.dumps(value).encode("ascii")), dtype=torch.uint8)
-        lengths = self.start(Collective("allgather", torch.tensor([len(line)], device=self._device)))().tolist()
-        message = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
-        message[: len(line)] = line
-        lines = self.start(Collective("allgather", message))().view(self.world, -1).cpu()
-        return [json.loads(one[:length].numpy().tobytes()) for one, length in zip(lines, lengths, strict=True)]
+        line, room = json.dumps(value).encode("ascii") + b"\n", _ROOM
+        lines = [b""] * self.world
+        while not all(one.endswith(b"\n") for one in lines):
+            part, line = line[:room].ljust(room, b"\0"), line[room:]
+            message = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self._device)
+            parts = self.start(Collective("allgather", message))().view(self.world, room).cpu()
+            lines = [one + more.numpy().tobytes().rstrip(b"\0") for one, more in zip(lines, parts, strict=True)]
+            # What is compared before the first exchange is long.
+            room *= 16
+        return [json.loads(one) for one in lines]
 
     def together(self) -> AbstractContextManager[None]:
         """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end."""

@@ -33,6 +33,8 @@ class GroupReducer(TensorReducer):
 
     shards: Sequence[Group] = ()
     """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
+    compared = False
+    """Whether the ranks have compared the number of the step that begins."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class GroupReducer(TensorReducer):
     def _begin_step(self) -> None:
         pipeline = self.pipeline
         assert pipeline is not None
-        if not self._step.begun and pipeline.buckets and self.compressor.changes:
+        if not (self._step.begun or self.compared) and pipeline.buckets and self.compressor.changes:
             # Others learn this step's number before its messages, and while gradients are added up.
             number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int64)
             self._step.numbers = self._transport.start(Collective("allgather", number))

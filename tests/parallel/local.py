@@ -18,6 +18,7 @@ import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import transport
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
@@ -349,53 +350,62 @@ def _interrupt(owner: Any, name: str, call: int) -> Any:
     return mock.patch.object(owner, name, called)
 
 
-PLACES = {
-    "first": ("check_real", 1),
-    "begins": ("start_step", 1),
-    "one-started": ("begin", 2),
-    "one-complete": ("advance", 2),
-    "dense": ("conclude", 1),
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "first": (transport, "check_real", 1),
+    "begins": (Pipeline, "start_step", 1),
+    "one-started": (Bucket, "begin", 2),
+    "one-complete": (Pipeline, "advance", 2),
+    "dense": (DenseBucket, "conclude", 1),
+    "ended": (Pipeline, "end_step", 1),
 }
-"""Where an exchange is interrupted: a function, and which of its calls."""
+"""Where an exchange is interrupted: whose function, and which of its calls."""
 
 
 @scenario(
     *EVERYWHERE,
     cases={
         f"{exchange.title}-{place}": (exchange, place)
-        for exchange in (sparse.Pairs(), sparse.Balanced())
-        for place in PLACES
+        for exchange, places in (
+            (sparse.Pairs(), ("first", "begins", "one-started")),
+            (sparse.Balanced(), ("first", "begins", "one-started", "one-complete")),
+        )
+        for place in places
     },
 )
 def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exchange: Any, place: str) -> None:
     (mine, move, local), (calm, move_calmly, undisturbed) = (
-        make(sparse.TopK(0.05, granularity=4000, exchange=exchange), every=100) for _ in range(2)
+        make(sparse.TopK(0.05, granularity=4000, exchange=exchange, warmup=None), every=100) for _ in range(2)
     )
     for step in range(4):
         move(moves(step))
         move_calmly(moves(step))
         if step == (0 if place == "first" else 2):
-            owners = {"first": transport, "one-started": Bucket, "dense": DenseBucket}
-            owner = owners.get(place, local.compression.store.pipeline)
-            with _interrupt(owner, *PLACES[place]):
+            with _interrupt(*PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
-            assert hvd.rank() == 1 or "worker 1 of its group has given up this exchange" in text, text
+            assert hvd.rank() == 1 or "another rank has given up a step" in text, text
         local.synchronize()
         undisturbed.synchronize()
     for name, parameter in calm.items():
         np.testing.assert_array_equal(mine[name], parameter)
 
 
-@scenario(*PAIR)
-def a_worker_that_fails_when_the_others_are_done_is_noticed() -> None:
-    _, move, local = make(sparse.TopK(0.05), every=100)
-    local.synchronize()
+@scenario(*PAIR, cases={place: (place,) for place in ("one-complete", "dense", "ended")})
+def a_worker_that_fails_when_the_others_are_done_is_noticed(place: str) -> None:
+    """By all local updates of the process set."""
+    (_, move, local), (_, _, other) = (make(sparse.TopK(0.05, granularity=4000), every=100) for _ in range(2))
+    for one in (local, other):
+        one.synchronize()
     move(moves(0))
-    with _interrupt(local.compression.store.pipeline, "end_step", 1):
+    with _interrupt(*PLACES[place]):
         if hvd.rank() == 1:
             raised(KeyboardInterrupt, local.synchronize)
         else:
             local.synchronize()
+    if place != "ended":
+        if hvd.rank() != 1:
+            assert "another rank has given up a step" in raised(RuntimeError, other.synchronize)
+        assert "load a checkpoint on all ranks" in raised(RuntimeError, other.synchronize)
+    other.synchronize()
     assert "shared parameters" in raised(ValueError, local.synchronize)
 
 
