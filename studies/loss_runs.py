@@ -187,12 +187,15 @@ class Store:
         """The loss that all rows must reach. All seeds of the first row, which is dense, do."""
         return target(self.curves(next(iter(self.rows))))
 
-    def on_hosts(self, where: hosts.Cluster, name: str, row: Row, rate: float, seed: int) -> Curve:
+    def on_hosts(
+        self, where: hosts.Cluster, name: str, row: Row, rate: float, seed: int, environment: Mapping[str, str] = {}
+    ) -> Curve:
         """A run on hosts, one worker on each; the name says which network joins them."""
 
         def launch(script: Path, options: list[str]) -> None:
             os.environ.update(runs.demo.worker_environment())
-            command = ["timeout", f"{self._folder.timeout:g}", sys.executable, str(script), *options]
+            settings = ["env", *map("=".join, environment.items())]
+            command = ["timeout", f"{self._folder.timeout:g}", *settings, sys.executable, str(script), *options]
             if hosts.run(where, "mpirun", 1, command):
                 raise SystemExit(f"{shlex.join(command)} failed on the hosts, or took too long")
 

@@ -53,7 +53,7 @@ class Suite:
     slow: str = ""
     """The options of DDP's rows where a dense step takes seconds."""
     grains: tuple[str, ...] = ()
-    """What is added to the options of SIDCo(0.01) to exchange in other parts."""
+    """What is added to the options of SIDCo(0.01), or to the environment, to exchange in other parts or at other times."""
     networks: tuple[hosts.Network, ...] = NETWORKS
 
 
@@ -87,7 +87,7 @@ SUITES = {
             SIDCO: "--epochs 6 --epoch-steps 25",
         },
         "--epochs 2 --epoch-steps 8",
-        ("--granularity layer",),
+        ("--granularity layer", "HOROVOD_CYCLE_TIME=0.1", "HOROVOD_CYCLE_TIME=10"),
     ),
     "CNN": Suite(
         replace(loss_runs.TASKS["digits"], title="CNN, SGD with momentum"),
@@ -148,8 +148,9 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
             for row, options in suite.links.items()
         }
         if network == WHERE_GRAINS_COUNT:
-            plain = (suite.rows[SIDCO].options, suite.links[SIDCO])
-            rows |= {grain: (f"{plain[0]} {grain}", plain[1]) for grain in suite.grains}
+            plain = suite.rows[SIDCO].options
+            options = {grain: plain if "=" in grain else f"{plain} {grain}" for grain in suite.grains}
+            rows |= {grain: (option, suite.links[SIDCO]) for grain, option in options.items()}
         missing = [row for row in rows if not known(suite=name, row=row, kind="link", network=str(network))]
         if not missing:
             continue
@@ -157,7 +158,8 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
             for row in missing:
                 options, some = rows[row]
                 made = Row(f"{options} {some}", hook=suite.rows[row].hook if row in suite.rows else "")
-                curve = store.on_hosts(where, f"{network}-{row}", made, suite.task.rates[0], SEEDS[0])
+                environment = dict([row.split("=")]) if "=" in row else {}
+                curve = store.on_hosts(where, f"{network}-{row}", made, suite.task.rates[0], SEEDS[0], environment)
                 seconds = [round(one, 3) for one in curve.seconds]
                 told = {"network": str(network), "steps": curve.steps, "seconds": seconds}
                 keep({"kind": "link", "suite": name, "row": row, **told})
