@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,21 +28,34 @@ def variables(shapes: Mapping[str, Sequence[int]], dtype: Any = tf.float32) -> d
     return {name: tf.Variable(tf.zeros(tuple(shape), dtype), name=name) for name, shape in shapes.items()}
 
 
-def reduce(
-    compression: Any, variables: Mapping[str, tf.Variable], gradients: Mapping[str, Any], **arguments: Any
-) -> dict[str, np.ndarray]:
-    """What a distributed tape makes of exactly these gradients; a variable without one is no part of the loss."""
+def tape_gradient(loss: Callable[[], Any], sources: Any, compression: Any, **arguments: Any) -> Any:
+    """The gradient of a loss, by a distributed tape."""
     with tf.GradientTape() as tape:
+        value = loss()
+    return hvd.DistributedGradientTape(tape, compression=compression, **arguments).gradient(value, sources)
+
+
+def reduced(
+    compression: Any, variables: Mapping[str, tf.Variable], gradients: Mapping[str, Any], **arguments: Any
+) -> dict[str, tf.Tensor]:
+    """What a distributed tape makes of exactly these gradients; a variable without one is no part of the loss."""
+
+    def loss() -> tf.Tensor:
         terms = [
             tf.cast(tf.reduce_sum(variables[name] * tf.cast(gradient, variables[name].dtype)), tf.float64)
             for name, gradient in gradients.items()
         ]
-        loss = tf.add_n([tf.constant(0.0, tf.float64), *terms])
-    tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
-    reduced = tape.gradient(loss, list(variables.values()))
-    return {
-        name: tf.convert_to_tensor(one).numpy() for name, one in zip(variables, reduced, strict=True) if one is not None
-    }
+        return tf.add_n([tf.constant(0.0, tf.float64), *terms])
+
+    found = tape_gradient(loss, list(variables.values()), compression, **arguments)
+    return {name: tf.convert_to_tensor(one) for name, one in zip(variables, found, strict=True) if one is not None}
+
+
+def reduce(
+    compression: Any, variables: Mapping[str, tf.Variable], gradients: Mapping[str, Any], **arguments: Any
+) -> dict[str, np.ndarray]:
+    """The same as arrays."""
+    return {name: one.numpy() for name, one in reduced(compression, variables, gradients, **arguments).items()}
 
 
 # --- across ranks ---
