@@ -19,6 +19,7 @@ LAYERS = (
     "ops", "estimation", "exchange", "compressors", "core", "kernels", "numpy", "torch", "tensorflow", "contrib", "tools",
 )  # fmt: skip
 """The packages, from the bottom to the top."""
+ADAPTERS = {"numpy", "torch", "tensorflow"}
 NAMES = {PACKAGE / name for name in ("numpy/__init__.py", "torch/__init__.py", "tensorflow/__init__.py")}
 """These only collect what users import, also from `contrib`."""
 CORE = sorted(path for package in LAYERS[:5] for path in PACKAGE.glob(f"{package}/*.py"))
@@ -81,23 +82,16 @@ def package_of(module: str) -> str:
 
 
 @pytest.mark.parametrize("package", LAYERS)
-def test_no_import_points_upwards(package: str) -> None:
-    """What is above is known to nobody below. Kernels are an exception on the host: adapters hand them memory."""
-    allowed = {"", *LAYERS[: LAYERS.index(package) + 1]}
-    for path in {*PACKAGE.glob(f"{package}/**/*.py")} - NAMES:
-        above = {name for name in imported(path) if package_of(name) not in allowed}
-        assert not above, f"{path} imports {above}"
-
-
-def test_adapters_never_import_each_other() -> None:
+def test_no_import_points_upwards_or_to_another_adapter(package: str) -> None:
     """But for the array operations in NumPy, which are TensorFlow's path on the CPU."""
-    adapters = ("numpy", "torch", "tensorflow")
-    for adapter in adapters:
-        allowed = ("horovod_sparse.numpy.ops", "horovod_sparse.numpy.compiled") if adapter == "tensorflow" else ()
-        for path in PACKAGE.glob(f"{adapter}/**/*.py"):
-            for other in set(adapters) - {adapter}:
-                names = {name for name in imported(path) if name.startswith(f"horovod_sparse.{other}")}
-                assert all(name.startswith(allowed) for name in names), path
+    allowed = {"", *LAYERS[: LAYERS.index(package) + 1]}
+    if package in ADAPTERS:
+        allowed -= ADAPTERS - {package}
+    shared = ("horovod_sparse.numpy.ops", "horovod_sparse.numpy.compiled") if package == "tensorflow" else ()
+    for path in PACKAGE.glob(f"{package}/**/*.py"):
+        here = allowed | ({"contrib"} if path in NAMES else set())
+        refused = {one for one in imported(path) if package_of(one) not in here and not one.startswith(shared)}
+        assert not refused, f"{path} imports {refused}"
 
 
 def test_there_is_no_circle_of_modules() -> None:
