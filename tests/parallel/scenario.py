@@ -6,6 +6,7 @@ Imports no framework before it is asked for the scenarios.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,14 @@ def raised(error: type[BaseException] | tuple[type[BaseException], ...], functio
     except error as caught:
         return str(caught)
     raise AssertionError(f"nothing raised, expected {error}")
+
+
+def warned(function: Callable[..., object]) -> list[str]:
+    """What the function warns of on our behalf."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(one.message) for one in caught if "horovod_sparse" in str(one.message)]
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import copy
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,12 @@ import horovod_sparse.tensorflow as ours
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, NoOp, SIDCo, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario, warned
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised
 
 BATCH = 8
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-Wrap = Callable[..., Any]
-WRAPS: dict[str, Wrap] = {
-    "horovod.tensorflow": stock.DistributedOptimizer,
-    "horovod.tensorflow.keras": stock_keras.DistributedOptimizer,
-    "horovod_sparse.tensorflow": ours.DistributedOptimizer,
-    "horovod_sparse.tensorflow.keras": hvd.DistributedOptimizer,
-}
+WRAPS = [module.DistributedOptimizer for module in (stock_keras, stock, ours, hvd)]
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -80,14 +75,6 @@ def assert_in_step(model: Any) -> None:
     assert not np.array_equal(model.weights[0].numpy(), small_model().weights[0].numpy())
 
 
-def warned(function: Callable[..., object]) -> list[str]:
-    """What the function warns of on our behalf."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [str(one.message) for one in caught if "horovod_sparse" in str(one.message)]
-
-
 # --- replicas stay in step ---
 
 
@@ -95,22 +82,14 @@ def warned(function: Callable[..., object]) -> list[str]:
 EXCHANGES = ("DGC", "TopK", "TopK-union", "SIDCo-balanced", "RandomK", "MiCRO")
 
 
-@scenario(TF_2, TF_4, cases={name: (COMPRESSORS[name],) for name in EXCHANGES})
-def keras_replicas_stay_identical(make: MakeCompression) -> None:
+@scenario(TF_2, TF_4, TF_GLOO_2, cases={name: (COMPRESSORS[name], wrap) for name, wrap in zip(EXCHANGES, cycle(WRAPS))})
+def keras_replicas_stay_identical(make: MakeCompression, wrap: Callable[..., Any]) -> None:
+    """With every wrapper, also without a compressor."""
     compression = make(granularity=10_000)
     momentum = 0.0 if compression.momentum_correction is not None else 0.9
-    model = compiled(stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum), compression=compression))
+    model = compiled(wrap(keras.optimizers.SGD(0.05, momentum), compression=compression))
     fit(model, range(50))
     assert compression.stats().steps == 50
-    assert_in_step(model)
-
-
-@scenario(TF_2, TF_GLOO_2, cases={name: (wrap,) for name, wrap in WRAPS.items()})
-def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
-    compression = SIDCo(0.01, warmup=None, updates=False)
-    model = compiled(wrap(keras.optimizers.Adam(0.01), compression=compression))
-    fit(model, range(20))
-    assert compression.stats().steps == 20
     assert_in_step(model)
     dense = compiled(wrap(keras.optimizers.Adam(0.01)))
     fit(dense, range(2))
@@ -126,14 +105,13 @@ def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
     },
 )
 def ways_to_compile(arguments: dict[str, Any]) -> None:
-    model = compiled(
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01, warmup=None)), **arguments
-    )
-    plain = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01, warmup=None)))
-    for one in (model, plain):
-        fit(one, range(8))
-    assert_in_step(model)
-    assert_close(model, plain)
+    models = []
+    for given in (arguments, {}):
+        optimizer = hvd.DistributedOptimizer(_sgd(), compression=TopK(0.01, warmup=None))
+        models.append(compiled(optimizer, **given))
+        fit(models[-1], range(8))
+    assert_in_step(models[0])
+    assert_close(*models)
 
 
 @scenario(TF_2)
@@ -243,9 +221,8 @@ def embeddings(make: MakeCompression, sparse_as_dense: bool) -> None:
         generator = np.random.default_rng(rank)
         return generator.integers(0, 50, (BATCH, 3)), generator.integers(0, 10, BATCH)
 
-    model = build(
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), compression=make(), sparse_as_dense=sparse_as_dense)
-    )
+    sgd = keras.optimizers.SGD(0.5)
+    model = build(hvd.DistributedOptimizer(sgd, compression=make(), sparse_as_dense=sparse_as_dense))
     alone = build(keras.optimizers.SGD(0.5))
     together = [np.concatenate(arrays) for arrays in zip(*(batch(rank) for rank in range(hvd.size())), strict=True)]
     for _ in range(3):
@@ -268,10 +245,9 @@ def local_variables_keep_their_own_gradients(scale: bool) -> None:
     mine = tape.gradient(loss, [local.value, shared.value])
     model.compile(optimizer, loss=LOSS)
     fit(model, [0])
-    expected = before[0] - 0.1 * mine[0].numpy() / (hvd.size() if scale else 1)
-    np.testing.assert_allclose(local.numpy(), expected, rtol=1e-5, atol=1e-6)
-    expected = before[1] - 0.1 * np.mean(everyone(mine[1].numpy()), axis=0)
-    np.testing.assert_allclose(shared.numpy(), expected, rtol=1e-5, atol=1e-6)
+    reduced = [mine[0].numpy() / (hvd.size() if scale else 1), np.mean(everyone(mine[1].numpy()), axis=0)]
+    for variable, old, gradient in zip((local, shared), before, reduced, strict=True):
+        np.testing.assert_allclose(variable.numpy(), old - 0.1 * gradient, rtol=1e-5, atol=1e-6)
     assert_identical([shared])
 
 
@@ -384,11 +360,11 @@ def a_layer_is_frozen_and_the_model_compiled_again(make: MakeCompression) -> Non
 def passes_with_sparse_gradients_are_refused() -> None:
     variable = keras.Variable(np.zeros((50, 40)), name="table")
     slices = tf.IndexedSlices(tf.ones((2, 40)), tf.constant([1, 1]), tf.constant([50, 40]))
-    sgd = keras.optimizers.SGD(1.0)
-    refused = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2)
+    refused, optimizer = (
+        hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2, sparse_as_dense=dense)
+        for dense in (False, True)
+    )
     assert "sparse_as_dense" in raised(ValueError, lambda: refused.apply([slices], [variable]))
-    sgd = keras.optimizers.SGD(1.0)
-    optimizer = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2, sparse_as_dense=True)
     for _ in range(2):
         optimizer.apply([slices], [variable])
     np.testing.assert_array_equal(variable.numpy()[1], -4.0)
@@ -449,8 +425,8 @@ def saved_models_know_nothing_of_horovod() -> None:
             model.save(path)
             plain = keras.models.load_model(path)
             assert type(plain.optimizer) is cls
-            for mine, theirs in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
-                np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+            mine, theirs = ([one.numpy() for one in trained.optimizer.variables] for trained in (model, plain))
+            np.testing.assert_equal(theirs, mine)
             for one in (keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer)), plain.optimizer):
                 assert "apply" not in vars(one)
             hvd.DistributedOptimizer(plain.optimizer, compression=TopK(0.01, warmup=None))
@@ -472,19 +448,13 @@ def saved_models_know_nothing_of_horovod() -> None:
 
 @scenario(TF_2, TF_4)
 def the_callback_makes_replicas_identical() -> None:
-    def start(local_variables: Any = None) -> tuple[Any, Any]:
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01, updates=False))
+    for local in (0, 1):
+        optimizer = hvd.DistributedOptimizer(_adam(), compression=SIDCo(0.01, updates=False))
         model = compiled(optimizer, seed=hvd.rank())
-        weights = [layer.kernel for layer in model.layers][: 0 if local_variables is None else local_variables]
-        return model, hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=weights)
-
-    model, callback = start()
-    model.optimizer.learning_rate = 0.01 * (1 + hvd.rank())
-    fit(model, range(5), callbacks=[callback])
-    assert_in_step(model)
-    model, callback = start(1)
-    fit(model, range(5), callbacks=[callback])
-    assert_identical(model.weights[1:])
+        model.optimizer.learning_rate = 0.01 * (1 + hvd.rank())
+        weights = [layer.kernel for layer in model.layers][:local]
+        fit(model, range(5), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=weights)])
+        assert_identical([*model.weights[local:], *model.optimizer.variables])
     first = everyone(model.weights[0].numpy())
     assert not np.array_equal(first[0], first[1])
 
@@ -523,22 +493,25 @@ def optimizers_that_are_refused() -> None:
     sgd = keras.optimizers.SGD
     wrap = stock_keras.DistributedOptimizer
     scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1, momentum=0.9))
-    for optimizer in (sgd(0.1, momentum=0.9), scaled):
-        error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01, momentum=0.9)))
-        assert "momentum=0.9" in error, error
-    messages = warned(
-        lambda: wrap(
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), compression=TopK(0.01, updates=False)
-        )
-    )
+    for optimizer, compression, text in (
+        (sgd(0.1, momentum=0.9), DGC(0.01, momentum=0.9), "momentum=0.9"),
+        (scaled, DGC(0.01, momentum=0.9), "momentum=0.9"),
+        (_adam(), TopK(0.1, clip=1.0), "compression must have clip=None"),
+        (_adam(), TopK(0.1, momentum=0.9), "compression must have momentum=None"),
+    ):
+        error = raised(ValueError, partial(wrap, optimizer, compression=compression))
+        assert text in error, error
+    adam = keras.optimizers.LossScaleOptimizer(_adam())
+    messages = warned(lambda: wrap(adam, compression=TopK(0.01, updates=False)))
     assert any("train worse with Adam" in message for message in messages), messages
-    assert warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=NoOp())) == []
+    assert warned(lambda: wrap(_adam(), compression=NoOp())) == []
     assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01, warmup=None))) == []
 
     used = TopK(0.01, warmup=None)
     optimizer = wrap(sgd(0.1), compression=used)
     assert "copy.deepcopy" in raised(ValueError, lambda: wrap(sgd(0.1), compression=used))
-    assert "distributed already" in raised(ValueError, lambda: wrap(optimizer, compression=TopK(0.01, warmup=None)))
+    for again in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
+        assert "distributed already" in raised(ValueError, partial(wrap, again, compression=TopK(0.01, warmup=None)))
     wrap(sgd(0.1), compression=copy.deepcopy(used))
 
     accumulating = sgd(0.1, gradient_accumulation_steps=4)
@@ -550,7 +523,7 @@ def optimizers_that_are_refused() -> None:
         ({"groups": -1}, "groups"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
     ):
-        error = raised(ValueError, lambda arguments=arguments: hvd.DistributedOptimizer(sgd(0.1), **arguments))
+        error = raised(ValueError, partial(hvd.DistributedOptimizer, sgd(0.1), **arguments))
         assert named in error, error
 
 

@@ -78,17 +78,3 @@ def each_worker_has_a_loss_scale_of_its_own() -> None:
         optimizer.apply(gradients, model.trainable_variables)
     assert_identical(model.weights)
     assert float(scaler.dynamic_scale) == (32.0 if stock.rank() == 1 else 64.0)
-
-
-@scenario(TF_2)
-def what_has_no_meaning_is_refused() -> None:
-    def make(**settings: Any) -> None:
-        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.1, **settings))
-
-    assert "compression must have clip=None" in raised(ValueError, lambda: make(clip=1.0))
-    assert "compression must have momentum=None" in raised(ValueError, lambda: make(momentum=0.9))
-
-    def tape() -> None:
-        stock.DistributedGradientTape(tf.GradientTape(), compression=TopK(0.1, updates=True))
-
-    assert "updates must be 'auto' or False with a gradient tape" in raised(ValueError, tape)
