@@ -18,16 +18,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
-from stairs import Halving
+from stairs import Halving, dense_until
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Run, Sender
 from horovod_sparse.exchange.received import summed
-from horovod_sparse.numpy import Hierarchical, SparseAllreduce, Union
+from horovod_sparse.numpy import Balanced, Hierarchical, SparseAllreduce, Union
 from horovod_sparse.tensorflow import DGC, Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
+from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
 from .common import (
     COMPRESSORS,
     MakeCompression,
@@ -41,7 +41,7 @@ from .common import (
     tape_gradient,
     variables,
 )
-from .keras3 import BATCH, LOSS, data, small_model, warned
+from .keras3 import BATCH, LOSS, data, small_model
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 SETTINGS: dict[str, Any] = {"granularity": 16_000}
@@ -215,27 +215,34 @@ def a_gradient_that_is_not_finite_raises_everywhere() -> None:
     assert_identical(list(got.values()))
 
 
-def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, length: Any = lambda step: BATCH) -> Any:
+def _train(model: keras.Model, compression: Any, *, graph: bool) -> Any:
+    """Train for a few steps, with batches of three sizes; return the step, which is a traced function if `graph`."""
+
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         found = tape_gradient(lambda: LOSS(y, model(x, training=True)), model.trainable_variables, compression)
         for weight, gradient in zip(model.trainable_variables, found, strict=True):
             weight.assign_sub(0.05 * gradient)
 
     function = tf.function(step) if graph else step
-    for number in steps:
-        function(*(tf.constant(array[: length(number)]) for array in data([number])))
+    for number in range(15):
+        function(*(tf.constant(array[: BATCH - number % 3]) for array in data([number])))
     return function
 
 
-@scenario(TF_2, TF_4, TF_GLOO_2, cases={"eager": (False,), "function": (True,)})
-def replicas_stay_identical(graph: bool) -> None:
-    """Keras variables on a tape."""
-    model, compression = small_model(), SIDCo(0.01, warmup=None)
-    _train(model, compression, range(50), graph=graph)
-    assert_identical(model.trainable_variables)
-    assert compression.stats().steps == 50
-    paths = {variable.path for variable in model.trainable_variables if "kernel" in variable.path}
-    assert compression.state_dict()["residuals"].keys() == paths
+@scenario(TF_2, TF_4, TF_GLOO_2)
+def a_retraced_function_keeps_the_residuals() -> None:
+    """Of Keras variables: steps that are not traced give the same."""
+    models = [small_model(), small_model()]
+    for model, graph in zip(models, (True, False), strict=True):
+        compression = TopK(0.01, warmup=None)
+        function = _train(model, compression, graph=graph)
+        assert not graph or function.experimental_get_tracing_count() == 3
+        assert_identical(model.trainable_variables)
+        assert compression.stats().steps == 15
+        paths = {variable.path for variable in model.trainable_variables if "kernel" in variable.path}
+        assert compression.state_dict()["residuals"].keys() == paths
+    for mine, theirs in zip(*(model.trainable_variables for model in models), strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
 
 
 @scenario(TF_2)
@@ -245,17 +252,6 @@ def a_compressor_of_every_step_is_warned_of() -> None:
     seen = warned(lambda: [reduce(TopK(0.04, warmup=None), weights, gradients_of(number)) for number in range(12)])
     seen = [text for text in seen if "outside of the step" in text]
     assert len(seen) == 1 and "TopK(0.04" in seen[0].replace("ratio=", ""), seen
-
-
-@scenario(TF_2)
-def a_retraced_function_keeps_the_residuals() -> None:
-    """Batches of other sizes are traced again; the same steps without that give the same."""
-    retraced, eager, shorter = small_model(), small_model(), lambda step: BATCH - step % 3
-    function = _train(retraced, TopK(0.01, warmup=None), range(9), graph=True, length=shorter)
-    assert function.experimental_get_tracing_count() == 3
-    _train(eager, TopK(0.01, warmup=None), range(9), graph=False, length=shorter)
-    for mine, theirs in zip(retraced.trainable_variables, eager.trainable_variables, strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
 
 
 @scenario(TF_2)
@@ -330,6 +326,12 @@ def misuse_is_refused() -> None:
     hvd.DistributedOptimizer(old)
     traced = tf.function(lambda: reduced(TopK(0.1, warmup=None), weights, gradients))
     assert "make it once, outside" in raised(RuntimeError, traced)
+    tf.config.run_functions_eagerly(True)
+    try:
+        message = raised(RuntimeError, lambda: reduce(compression, weights, gradients))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert "tf.config.run_functions_eagerly must be False" in message
     # Whatever was refused, the ranks are still in step.
     assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
 
@@ -480,19 +482,6 @@ def what_is_not_needed_is_freed() -> None:
     assert engine() is None
 
 
-@scenario(TF_2)
-def functions_must_not_run_eagerly() -> None:
-    compression, weights = TopK(0.05, warmup=None), variables(SHAPES)
-    reduce(compression, weights, gradients_of(0))
-    tf.config.run_functions_eagerly(True)
-    try:
-        message = raised(RuntimeError, lambda: reduce(compression, weights, gradients_of(1)))
-    finally:
-        tf.config.run_functions_eagerly(False)
-    assert "tf.config.run_functions_eagerly must be False" in message
-    assert_identical(list(reduce(compression, weights, gradients_of(2)).values()))
-
-
 def _incomplete(state: dict[str, Any]) -> dict[str, Any]:
     del state["residuals"]["first"], state["adaptive"]["first"]
     return state
@@ -501,6 +490,30 @@ def _incomplete(state: dict[str, Any]) -> dict[str, Any]:
 def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
     state["residuals"]["first"] = state["residuals"]["first"].reshape(-1)
     return state
+
+
+@scenario(
+    TF_2,
+    cases={
+        "pairs": (partial(TopK, 0.05),),
+        "union": (partial(TopK, 0.05, exchange=Union()),),
+        "balanced": (partial(TopK, 0.05, exchange=Balanced()),),
+        "shared": (partial(RandomBlock, 0.05),),
+    },
+)
+def warm_ups_that_are_dense_until_different_steps_raise_on_all(make: MakeCompression) -> None:
+    weights, compression = variables(SHAPES), dense_until(3, make, hvd.size)(**SETTINGS)
+    for number in range(2):
+        reduce(compression, weights, gradients_of(number))
+    state = compression.state_dict()
+    reduce(compression, weights, gradients_of(2))
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+    message = raised(tf.errors.OpError, lambda: reduce(compression, weights, gradients_of(3)))
+    assert "Mismatched" in message, message
+    compression.load_state_dict(state)
+    for number in range(2, 6):
+        assert_identical(list(reduce(compression, weights, gradients_of(number)).values()))
 
 
 @scenario(TF_2)
