@@ -12,14 +12,21 @@ LIMIT = 120.0
 ALONE = Launch("plain")
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.full)])
+def _run_alone(*arguments: str, force: str = "1", optimize: str = "") -> None:
+    environment = {"HOROVOD_SPARSE_FORCE": force, "PYTHONOPTIMIZE": optimize}
+    ended = ALONE.run("-m", *arguments, limit=LIMIT, environment=environment)
+    assert ended.code == 0, str(ended)
+    assert " works" in ended.output
+
+
+in_both = pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.full)])
+
+
+@in_both
 @pytest.mark.parametrize("case", ["horovod_first", "ours_first", "ours_only", "function_first"])
 def test_order_of_imports(framework: str, case: str) -> None:
     """It decides what is replaced, and has nothing to do with the number of workers."""
-    environment = {"HOROVOD_SPARSE_FORCE": "1"}
-    ended = ALONE.run("-m", "parallel.imports", framework, case, limit=LIMIT, environment=environment)
-    assert ended.code == 0, str(ended)
-    assert f"{case} works" in ended.output
+    _run_alone("parallel.imports", framework, case)
 
 
 @pytest.mark.parallel
@@ -45,22 +52,23 @@ def test_a_collective_begins_without_the_interpreters_lock() -> None:
     assert "another thread ran" in ended.output
 
 
-@pytest.mark.parametrize("module", ["parallel.one_worker", pytest.param("parallel.tf.alone", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("case", "force", "optimize"),
-    # No assertion does any work.
-    [("forced", "1", ""), ("plain", "0", ""), pytest.param("forced", "1", "1", marks=pytest.mark.full)],
-)
-def test_one_worker(module: str, case: str, force: str, optimize: str) -> None:
-    environment = {"HOROVOD_SPARSE_FORCE": force, "PYTHONOPTIMIZE": optimize}
-    ended = ALONE.run("-m", module, case, limit=LIMIT, environment=environment)
-    assert ended.code == 0, str(ended)
-    assert f"{case} works" in ended.output
+@pytest.mark.parametrize("force", ["1", "0"])
+def test_one_worker_trains(force: str) -> None:
+    _run_alone("parallel.one_worker", force=force)
+
+
+@in_both
+# No assertion does any work.
+@pytest.mark.parametrize(("force", "optimize"), [("0", ""), pytest.param("1", "1", marks=pytest.mark.full)])
+def test_one_worker_reduces(framework: str, force: str, optimize: str) -> None:
+    _run_alone("parallel.imports", framework, "ours_only", force=force, optimize=optimize)
 
 
 @pytest.mark.full
 def test_a_tape_is_refused_in_an_elastic_job() -> None:
-    ended = ALONE.run("-m", "parallel.tf.alone", "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
+    ended = ALONE.run(
+        "-m", "parallel.imports", "tensorflow", "ours_only", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"}
+    )
     assert ended.code == 1, str(ended)
     assert (
         "RuntimeError: compression must be hvd.Compression.none in an elastic job of TensorFlow, got TopK("
