@@ -139,15 +139,16 @@ class Faulty:
         if self.armed and self.rank == VICTIM:
             self.fault.happen()
 
-    def before(self, owner: Any, name: str) -> None:
-        """Let it happen before a function of the package is called."""
-        function = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.happen()
-            return function(*args, **kwargs)
+def before(owner: Any, name: str, act: Callable[[], object]) -> None:
+    """Do something before a function of the package is called."""
+    function = getattr(owner, name)
 
-        setattr(owner, name, call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
 
 
 def wait_for(file: Path) -> None:

@@ -14,7 +14,7 @@ from horovod_sparse.tensorflow import SIDCo
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.reducer import Reducer
 
-from ..injected import FAULTY_STEP, STEPS, Fault, Faulty
+from ..injected import FAULTY_STEP, STEPS, Fault, Faulty, before
 from .common import normals, reduce, variables
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9)}
@@ -26,9 +26,9 @@ def main(fault: Fault) -> None:
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        faulty.before(HostPipeline, "_next")
+        before(HostPipeline, "_next", faulty.happen)
     elif fault.moment == "agreement":
-        faulty.before(Reducer, "_agree")
+        before(Reducer, "_agree", faulty.happen)
     for step in range(STEPS):
         faulty.armed = step == (0 if fault.moment == "agreement" else FAULTY_STEP)
         gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
