@@ -28,34 +28,33 @@ COMPRESSORS: dict[str, MakeCompression] = {
 }
 
 
-@scenario(MPI_4, Launch("horovodrun", 4), cases={name: (make,) for name, make in COMPRESSORS.items()})
-def hosts_lose_nothing(make: MakeCompression) -> None:
-    for granularity in ("layer", "model"):
-        nothing_is_lost(make, granularity, torch.float32)
+def _at_five_per_cent(library: Any, **settings: Any) -> Any:
+    return library.TopK(0.05, exchange=library.Hierarchical(2), warmup=None, **settings)
 
 
-@scenario(MPI_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
-def hosts_resume_bit_for_bit(make: MakeCompression) -> None:
-    checkpoint_continues_bit_for_bit(make)
-
-
-@scenario(MPI_4)
-def hosts_give_what_numpy_gives() -> None:
-    def make(library: Any, **settings: Any) -> Any:
-        return library.TopK(0.05, exchange=library.Hierarchical(2), warmup=None, **settings)
-
-    numpy_gives_the_same(make)
-
-
-@scenario(
-    MPI_4,
-    cases={
-        "dense": (dense_until(3, COMPRESSORS["SIDCo"], hvd.size), (1,)),
-        "schedule": (partial(adapter.TopK, Halving(0.25, 0.01), exchange=adapter.Hierarchical(2)), (2, 3)),
+LAWS: dict[str, tuple[Any, ...]] = {
+    **{
+        f"{name}-{granularity}": (nothing_is_lost, make, granularity, torch.float32)
+        for name, make in COMPRESSORS.items()
+        for granularity in ("layer", "model")
     },
-)
-def hosts_disagree_on_the_step_and_all_raise(make: MakeCompression, behind: tuple[int, ...]) -> None:
-    a_state_of_another_step_on_one_rank_raises_on_all(make, behind)
+    **{f"{name}-resumed": (checkpoint_continues_bit_for_bit, make) for name, make in COMPRESSORS.items()},
+    "numpy": (numpy_gives_the_same, _at_five_per_cent),
+    "another-step-dense": (
+        a_state_of_another_step_on_one_rank_raises_on_all,
+        dense_until(3, COMPRESSORS["SIDCo"], hvd.size),
+    ),
+    "another-step": (
+        a_state_of_another_step_on_one_rank_raises_on_all,
+        partial(adapter.TopK, Halving(0.25, 0.01), exchange=adapter.Hierarchical(2)),
+        (2, 3),
+    ),
+}
+
+
+@scenario(MPI_4, Launch("horovodrun", 4), cases=LAWS)
+def hosts_keep_the_laws_of_workers(law: Any, *arguments: Any) -> None:
+    law(*arguments)
 
 
 @scenario(MPI_2)
