@@ -65,14 +65,10 @@ class Wrapper(Tensor):
         return tree_map_only(Tensor, cls, function(*args, **kwargs))
 
 
-class Overflowing(nn.Sequential):
-    """The gradient of the first layer is infinite when it is told so."""
-
-    overflows = False
-
-
-def overflowing() -> Overflowing:
-    model = Overflowing(*small_model())
+def overflowing() -> Any:
+    """The gradient of the first layer is infinite while `overflows` is true."""
+    model: Any = small_model()
+    model.overflows = False
     weight = model.get_parameter("0.weight")
     weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
     return model
@@ -110,25 +106,6 @@ def closure_of(model: nn.Module, optimizer: Any, step: int) -> Callable[[], Tens
     return closure
 
 
-def train_as_one(
-    reference: nn.Module,
-    plain: Any,
-    trained: Iterable[tuple[nn.Module, Any]],
-    steps: Iterable[int],
-    loss: Any,
-    **zero_grad: bool,
-) -> None:
-    """Train `reference` with everybody's loss(model, step, rank) in one process, and models with optimizers on all ranks."""
-    for step in steps:
-        plain.zero_grad()
-        torch.stack([loss(reference, step, rank) for rank in range(hvd.size())]).mean().backward()
-        plain.step()
-        for model, optimizer in trained:
-            optimizer.zero_grad(**zero_grad)
-            loss(model, step, hvd.rank()).backward()
-            optimizer.step()
-
-
 def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: float = 0.9, **arguments: Any) -> Any:
     """SGD, made distributed."""
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -149,6 +126,38 @@ def distributed(model: nn.Module, optimizer: Any, compression: Any = None, **arg
         return wrapped, optimizer
     compression = hvd.Compression.none if compression is None else compression
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, **arguments)
+
+
+def assert_trains_as_one(
+    make: Callable[[], nn.Module],
+    loss: Callable[[Any, int, int], Tensor],
+    prepare: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None,
+    *,
+    trained: Callable[[Any], Iterable[Tensor]] = nn.Module.parameters,
+    momentum: float = 0.0,
+    set_to_none: bool = True,
+    **arguments: Any,
+) -> tuple[Any, Any]:
+    """Ranks that send all train as one process with everybody's loss(model, step, rank). Those that select stay the same.
+
+    `prepare(model, optimizer, step)` comes before a step; `trained(model)` are the parameters from the first step on, and
+    `arguments` those of Horovod's optimizer. Return the model that sends all, and its compression.
+    """
+    models, compression = [make() for _ in range(3)], adapter.NoOp()
+    optimizers: list[Any] = [torch.optim.SGD(trained(model), lr=0.05, momentum=momentum) for model in models]
+    for number, one in ((1, compression), (2, adapter.SIDCo(0.05, granularity="layer", warmup=None))):
+        _, optimizers[number] = distributed(models[number], optimizers[number], one, **arguments)
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            prepare(model, optimizer, step)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            ranks = range(hvd.size()) if model is models[0] else [hvd.rank()]
+            torch.stack([loss(model, step, rank) for rank in ranks]).mean().backward()
+            optimizer.step()
+    assert_close(models[1], models[0])
+    for model in models[1:]:
+        assert_identical(model)
+    return models[1], compression
 
 
 # --- gradients that are known exactly ---
@@ -175,10 +184,12 @@ def feed(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, np.ndar
 
 
 def reduce(optimizer: Any, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, np.ndarray]) -> None:
-    """One step's reduction, without the update."""
+    """One step's reduction, without the update. It is written where the gradients were: there is no dense buffer besides."""
     optimizer.zero_grad()
     feed(parameters, gradients)
+    memory = {name: parameters[name].grad.data_ptr() for name in gradients}
     optimizer.synchronize()
+    assert {name: parameters[name].grad.data_ptr() for name in gradients} == memory
     with optimizer.skip_synchronize():
         optimizer.step()
 
@@ -190,10 +201,8 @@ def whole_numbers(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) 
 
 
 def gradient_of(parameter: Tensor) -> np.ndarray:
-    """A copy of a parameter's gradient, dense."""
-    assert parameter.grad is not None
-    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return gradient.detach().clone().numpy()
+    """A copy of a parameter's gradient."""
+    return parameter.grad.clone().numpy()
 
 
 class Oracle:

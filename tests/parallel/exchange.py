@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_sparse.torch import SIDCo, TopK
+from horovod_sparse.torch import Pairs, SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -20,7 +21,6 @@ from .common import (
     assert_identical,
     digest,
     everyone,
-    feed,
     gradient_of,
     loss_of,
     normals,
@@ -143,78 +143,51 @@ def allreduces_outside_the_optimizer() -> None:
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
 
 
-class Spy:
-    """Notes Horovod's asynchronous calls, and lets them through."""
+@contextmanager
+def noted_calls() -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
+    """Note Horovod's asynchronous calls, with their names and shapes, and let them through."""
+    events: list[tuple[str, str, tuple[int, ...]]] = []
 
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str, tuple[int, ...]]] = []
-        kinds = {"allgather_async": "gather", "allreduce_async_": "sum", "synchronize": "wait"}
-        self._patches = [patch.object(mpi_ops, name, self._noted(name, kind)) for name, kind in kinds.items()]
-
-    def _noted(self, name: str, kind: str) -> Any:
+    def noted(name: str, kind: str) -> Any:
         function = getattr(mpi_ops, name)
 
         def called(given: Any, *arguments: Any, **named: Any) -> Any:
             shape = tuple(given.shape) if kind != "wait" else ()
-            self.events.append((kind, str(named.get("name", arguments[:1])), shape))
+            events.append((kind, str(named.get("name", arguments[:1])), shape))
             return function(given, *arguments, **named)
 
-        return called
+        return patch.object(mpi_ops, name, called)
 
-    def __enter__(self) -> Spy:
-        for one in self._patches:
-            one.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._patches:
-            one.stop()
-
-    def take(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        events, self.events = self.events, []
-        return events
+    with noted("allgather_async", "gather"), noted("allreduce_async_", "sum"), noted("synchronize", "wait"):
+        yield events
 
 
-@scenario(*EVERYWHERE, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo"],)})
+@scenario(*EVERYWHERE, cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo", "MiCRO", "TopK-union")})
 def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     model = small_model()
-    optimizer = wrap(model, make(granularity=BUCKET_BYTES))
-    first_weight = next(model.parameters())
+    compression = make(granularity=BUCKET_BYTES, min_numel=1)
+    optimizer = wrap(model, compression)
+    # A bucket's values start as soon as its indices are there; no result of values is waited for before the last has started.
+    rest = ["wait"] * 3 if compression.exchange == Pairs() else ["wait", "sum"] * 3 + ["wait"] * 3
     sent: list[list[tuple[str, tuple[int, ...]]]] = []
-    with Spy() as spy:
-        first_weight.register_hook(lambda _: spy.events.append(("first layer", "", ())))
+    with noted_calls() as events:
+        next(model.parameters()).register_hook(lambda _: events.append(("first layer", "", ())))
         for step in range(4):
             optimizer.zero_grad()
             loss = loss_of(model, step)
-            spy.take()
+            events.clear()
             loss.backward()
-            during = spy.take()
-            optimizer.step()
-            after = spy.take()
-            assert not [event for event in during if event[0] == "wait"], "a hook waited"
-            gathers = [(name, shape) for kind, name, shape in during if kind == "gather"]
+            during = [kind for kind, _, _ in events if kind != "first layer"]
             if step == 0:
                 # The ranks compare their settings first.
-                assert not gathers
+                assert not during
+                optimizer.step()
                 continue
-            assert len(gathers) == 3, "one message for each bucket, started in backward"
-            assert not [event for event in after if event[0] == "gather"]
-            kinds = [kind for kind, _, _ in during]
-            assert kinds.index("gather") < kinds.index("first layer"), "the last layers are sent while backward goes on"
-            sent.append(sorted(gathers))
+            assert during == ["gather"] * 3, "one message for each bucket, started in backward; no hook waits"
+            assert events[0][0] == "gather", "the last layers are sent while backward goes on"
+            sent.append(sorted((name, shape) for kind, name, shape in events if kind == "gather"))
+            optimizer.step()
+            assert [kind for kind, _, _ in events[4:]] == rest
     assert sent[0] == sent[1] == sent[2], "names or shapes changed from step to step"
     assert len(set(map(str, everyone(sent)))) == 1, "names or shapes differ between ranks"
     assert_identical(model)
-
-
-@scenario(MPI_2)
-def gradient_memory_is_reused() -> None:
-    # The reduced gradient is written where the gradient was: no dense buffer besides.
-    parameters = zeros(SHAPES)
-    optimizer = wrap_parameters(parameters, TopK(0.05, warmup=None))
-    for step in range(2):
-        optimizer.zero_grad()
-        feed(parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
-        before = {name: parameter.grad.data_ptr() for name, parameter in parameters.items()}
-        optimizer.step()
-        assert {name: parameter.grad.data_ptr() for name, parameter in parameters.items()} == before

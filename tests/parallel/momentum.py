@@ -19,7 +19,6 @@ from .common import (
     digest,
     distributed,
     hvd,
-    loss_of,
     raised,
     small_model,
     train,
@@ -117,31 +116,12 @@ def a_checkpoint_of_dense_training_goes_on() -> None:
 
 
 @scenario(MPI_2)
-def a_closure_is_called_once_with_the_momentum_in_place() -> None:
-    model, other = small_model(), small_model()
-    optimizer, plain = wrap(model, NoOp()), wrap(other, hvd.Compression.none)
-    seen = []
-
-    def closure() -> torch.Tensor:
-        seen.append(optimizer.param_groups[0]["momentum"])
-        optimizer.zero_grad()
-        loss = loss_of(model, len(seen))
-        loss.backward()
-        return loss
-
-    for step in range(1, 5):
-        assert optimizer.step(closure).requires_grad
-        train(other, plain, [step])
-    assert seen == [0.9] * 4
-    assert_close(model, other)
-
-
-@scenario(MPI_2)
 def it_stays_in_the_optimizer_where_it_cannot_move() -> None:
     for compression, momentum in (
         (SIDCo(0.1, momentum=None), 0.9),
         (SIDCo(0.1), 0.0),
         (SIDCo(0.1, residual=False), 0.9),
+        (DGC(0.1, momentum=0.0), 0.9),
     ):
         wrap(small_model(), compression, momentum=momentum)
         assert compression.momentum_correction is None and not compression.in_updates
@@ -159,12 +139,20 @@ def it_stays_in_the_optimizer_where_it_cannot_move() -> None:
 
 @scenario(MPI_2)
 def what_it_cannot_honour_is_refused() -> None:
-    def make(compression: Any, **settings: Any) -> None:
+    def make(compression: Any, momentum: float = 0.9, **settings: Any) -> Any:
         model = small_model()
-        distributed(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **settings), compression)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, **settings)
+        return distributed(model, sgd, compression)[1]
 
     message = raised(ValueError, lambda: make(SIDCo(0.1), dampening=0.5))
     assert message.startswith(
         "dampening must be 0 with momentum='auto', got 0.5; make the compressor with momentum=None"
     )
-    assert "optimizer must have momentum=0" in raised(ValueError, lambda: make(SIDCo(0.1, momentum=0.5)))
+    message = raised(ValueError, lambda: make(DGC(0.01, momentum=0.5)))
+    assert "optimizer must have momentum=0 with MomentumCorrection" in message
+    assert "which then takes the optimizer's" in message
+    # Also when it comes later: with the state of a dense run, or with another group of parameters.
+    optimizer = make(DGC(0.01), 0.0)
+    assert "momentum=0" in raised(ValueError, lambda: optimizer.load_state_dict(make(None).state_dict()))
+    group = {"params": [nn.Parameter(torch.zeros(300))], "momentum": 0.9}
+    assert "momentum=0" in raised(ValueError, lambda: optimizer.add_param_group(group))

@@ -1,4 +1,4 @@
-"""Scenarios: exchanges in two rounds, policies, momentum before the selection, and the same result from NumPy over MPI."""
+"""Scenarios: gradients that are not finite, and the same result from NumPy over MPI."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
-import torch
 from stairs import Halving
 
-from horovod_sparse.torch import DGC, MomentumCorrection, Pairs
+from horovod_sparse.torch import MomentumCorrection, Pairs
 
 from .common import (
-    BUCKET_BYTES,
     COMPRESSORS,
     MakeCompression,
-    assert_identical,
     everyone,
     gradient_of,
-    loss_of,
     normals,
     raised,
     reduce,
-    small_model,
-    train,
-    wrap,
     wrap_parameters,
     zeros,
 )
-from .exchange import COMPRESSED, SHAPES, Spy
+from .exchange import COMPRESSED, SHAPES
 from .makers import makers
 from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, scenario
 
@@ -91,10 +84,6 @@ def numpy_workers_that_differ_all_raise() -> None:
     from horovod_sparse.numpy import SparseAllreduce
     from horovod_sparse.numpy import TopK as NumpyTopK
 
-    sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1 if hvd.rank() == 0 else 0.2))
-    message = raised(ValueError, lambda: sparse_allreduce({"weight": np.ones(1000)}))
-    assert "all workers must reduce the same arrays with the same settings" in message
-
     schedule = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(Halving(0.5, 0.1)))
     schedule({"weight": np.ones(1000)})
     state = schedule.state_dict()
@@ -123,66 +112,6 @@ def numpy_workers_that_differ_all_raise() -> None:
     assert f"rank {hvd.rank()}: the gradient of" in message
     total = sparse_allreduce({"weight": np.ones(1000), "small": np.ones(3)})
     np.testing.assert_array_equal(total["small"], hvd.size() * np.ones(3))
-
-
-# --- exchanges ---
-
-
-@scenario(*EVERYWHERE, cases={"MiCRO": (COMPRESSORS["MiCRO"],), "TopK-union": (COMPRESSORS["TopK-union"],)})
-def second_rounds_overlap(make: MakeCompression) -> None:
-    # All indices are on their way before the first is waited for, and all values before the first of those is.
-    model = small_model()
-    optimizer = wrap(model, make(granularity=BUCKET_BYTES, min_numel=1))
-    train(model, optimizer, range(2))
-    with Spy() as spy:
-        optimizer.zero_grad()
-        loss_of(model, 2).backward()
-        during = [kind for kind, _, _ in spy.take()]
-        optimizer.step()
-        after = [kind for kind, _, _ in spy.take()]
-    assert during == ["gather"] * 3
-    # A bucket's values start as soon as its indices are there; no result of values is waited for before the last has started.
-    assert after == ["wait", "sum"] * 3 + ["wait"] * 3
-    assert_identical(model)
-
-
-# --- momentum before the selection, the learning rate in the residual ---
-
-
-@scenario(MPI_2)
-def momentum_twice_is_refused() -> None:
-    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01, momentum=0.9, warmup=None), momentum=0.9))
-    assert (
-        "optimizer must have momentum=0 with MomentumCorrection" in message
-        and "which then takes the optimizer's" in message
-    )
-    model = small_model()
-    train(model, wrap(model, DGC(0.01, momentum=0.0, granularity=BUCKET_BYTES, warmup=None), momentum=0.9), range(3))
-    # Also when it comes later: with the state of a dense run, or with another group of parameters.
-    dense = wrap(small_model(), hvd.Compression.none, momentum=0.9)
-    optimizer = wrap(small_model(), DGC(0.01, warmup=None), momentum=0.0)
-    assert "momentum=0" in raised(ValueError, lambda: optimizer.load_state_dict(dense.state_dict()))
-    another = wrap(small_model(), DGC(0.01, warmup=None), momentum=0.0)
-    group = {"params": [torch.nn.Parameter(torch.zeros(300))], "momentum": 0.9}
-    assert "momentum=0" in raised(ValueError, lambda: another.add_param_group(group))
-
-
-@scenario(MPI_2)
-def sparse_gradients_with_corrected_momentum_are_refused() -> None:
-    def optimizer(sparse_as_dense: bool) -> tuple[Any, Any]:
-        embedding = torch.nn.Embedding(100, 8, sparse=True)
-        sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
-        named = list(embedding.named_parameters())
-        return embedding, hvd.DistributedOptimizer(
-            sgd, named, compression=DGC(0.1, warmup=None), sparse_as_dense=sparse_as_dense
-        )
-
-    def step(embedding: Any, wrapped: Any) -> None:
-        embedding(torch.tensor([1, 5])).sum().backward()
-        wrapped.step()
-
-    assert "pass sparse_as_dense=True" in raised(ValueError, lambda: step(*optimizer(False)))
-    step(*optimizer(True))
 
 
 # --- NaN and infinity ---

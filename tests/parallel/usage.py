@@ -21,8 +21,8 @@ from horovod_sparse.torch.reducer import Reducer
 
 from .common import (
     BUCKET_BYTES,
-    assert_close,
     assert_identical,
+    assert_trains_as_one,
     digest,
     everyone,
     feed,
@@ -33,13 +33,12 @@ from .common import (
     reduce,
     small_model,
     train,
-    train_as_one,
     whole_numbers,
     wrap,
     wrap_parameters,
     zeros,
 )
-from .exchange import SHAPES, Spy
+from .exchange import SHAPES, noted_calls
 from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
 
 
@@ -173,8 +172,7 @@ def _inputs(step: int, rank: int) -> torch.Tensor:
 
 
 def _both_heads(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    loss: torch.Tensor = model(_inputs(step, rank), "lr")
-    return loss
+    return model(_inputs(step, rank), "lr")
 
 
 _HEADS: dict[str, Any] = {
@@ -190,60 +188,43 @@ _HEADS: dict[str, Any] = {
     cases={f"{n}-{'none' if none else 'zero'}": (heads, none) for n, heads in _HEADS.items() for none in (True, False)},
 )
 def missing_gradients(heads: Any, set_to_none: bool) -> None:
-    # A parameter without a gradient counts as zero. The reference is one process with everybody's loss.
-    reference, model, selective = _TwoHeads(), _TwoHeads(), _TwoHeads()
-    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    trained = [
-        (model, wrap(model, NoOp(), momentum=0.0)),
-        (selective, wrap(selective, SIDCo(0.05, granularity="layer", warmup=None))),
-    ]
+    # A parameter without a gradient counts as zero.
+    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return model(_inputs(step, rank), heads(step, rank))
 
-    def loss(one: nn.Module, step: int, rank: int) -> torch.Tensor:
-        return one(_inputs(step, rank), heads(step, rank))
-
-    train_as_one(reference, plain, trained, range(6), loss, set_to_none=set_to_none)
-    assert_close(model, reference)
-    assert_identical(model)
-    assert_identical(selective)
+    assert_trains_as_one(_TwoHeads, loss, set_to_none=set_to_none)
 
 
-# --- requires_grad that changes ---
+# --- requires_grad that changes, and parameters that come later ---
 
 
 @scenario(*MPI)
 def thawed_after_wrapping() -> None:
     # Frozen when it was wrapped; stock Horovod would never reduce it.
-    reference, model = _TwoHeads(), _TwoHeads()
-    model.left.requires_grad_(False)
-    compression = NoOp()
-    optimizer = wrap(model, compression, momentum=0.0)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    reference.left.requires_grad_(False)
-    for step in range(6):
-        for one in (model, reference):
-            one.left.requires_grad_(step >= 2)
-            one.right.requires_grad_(step != 4)
-        train_as_one(reference, plain, [(model, optimizer)], [step], _both_heads)
+    def make() -> nn.Module:
+        model = _TwoHeads()
+        model.left.requires_grad_(False)
+        return model
+
+    def prepare(model: Any, _: Any, step: int) -> None:
+        model.left.requires_grad_(step >= 2)
+        model.right.requires_grad_(step != 4)
+
+    _, compression = assert_trains_as_one(make, _both_heads, prepare)
     assert "left.weight" in compression.state_dict()["residuals"]
-    assert_close(model, reference)
-    assert_identical(model)
 
 
-@scenario(*MPI)
-def parameter_group_added_after_wrapping() -> None:
+@scenario(*MPI, cases={"before the first step": (0,), "later": (3,)})
+def parameter_group_added_after_wrapping(when: int) -> None:
     # Stock Horovod never reduces it.
-    for first_step in (0, 3):
-        reference, model = _TwoHeads(), _TwoHeads()
-        kept = [*model.body.parameters(), *model.left.parameters()]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(kept, lr=0.05), compression=NoOp())
-        plain = torch.optim.SGD([*reference.body.parameters(), *reference.left.parameters()], lr=0.05)
-        for step in range(6):
-            if step == first_step:
-                optimizer.add_param_group({"params": list(model.right.parameters()), "lr": 0.02})
-                plain.add_param_group({"params": list(reference.right.parameters()), "lr": 0.02})
-            train_as_one(reference, plain, [(model, optimizer)], [step], _both_heads)
-        assert_close(model, reference)
-        assert_identical(model)
+    def prepare(model: Any, optimizer: Any, step: int) -> None:
+        if step == when:
+            optimizer.add_param_group({"params": list(model.right.parameters()), "lr": 0.02})
+
+    def trained(model: Any) -> Any:
+        return [*model.body.parameters(), *model.left.parameters()]
+
+    assert_trains_as_one(_TwoHeads, _both_heads, prepare, trained=trained)
 
 
 # --- several optimizers ---
@@ -586,9 +567,9 @@ def small_parameters_share_one_allreduce(arguments: dict[str, Any]) -> None:
         # Some have no gradient: on one rank, or on any.
         left_out = {"bias3"} | ({"bias5"} if hvd.rank() == 1 else set())
         given = {n: np.array(whole_numbers(s, step=step, rank=hvd.rank())) for n, s in shapes.items()}
-        with Spy() as spy:
+        with noted_calls() as events:
             reduce(optimizer, parameters, {n: g for n, g in given.items() if n not in left_out})
-            sums = [shape for kind, _, shape in spy.take() if kind == "sum"]
+        sums = [shape for kind, _, shape in events if kind == "sum"]
         assert sorted(sums) == [(5,), (sum(range(1, 20)) + 1,), (900,)], "one for each type, and the large one's"
         for name in shapes.keys() - {"weight", "bias3"}:
             ranks = [rank for rank in range(hvd.size()) if name != "bias5" or rank != 1]
@@ -633,39 +614,24 @@ def _partly_frozen() -> nn.Module:
     return model
 
 
-_DIFFERENCES: dict[str, Any] = {
-    "ratio": (lambda: wrap(small_model(), TopK(0.01 * (1 + hvd.rank()), warmup=None)), "ratio="),
-    "algorithm": (
-        lambda: wrap(small_model(), TopK(0.01, warmup=None) if hvd.rank() == 0 else SIDCo(0.01, warmup=None)),
-        "TopK(",
-    ),
-    "operation": (
-        lambda: wrap(small_model(), TopK(0.01, warmup=None), op=hvd.Sum if hvd.rank() == 0 else hvd.Average),
-        "'hvd.Sum'",
-    ),
-    "passes": (
-        lambda: wrap(small_model(), TopK(0.01, warmup=None), backward_passes_per_step=1 + hvd.rank()),
-        "'backward_passes",
-    ),
-    "rate": (
-        lambda: wrap(small_model(), TopK(0.01, lr_in_residual=True, warmup=None), lr=0.1 + 0.1 * hvd.rank()),
-        "'lr'",
-    ),
-    "sparse_as_dense": (
-        lambda: wrap(small_model(), TopK(0.01, warmup=None), sparse_as_dense=hvd.rank() == 0),
-        "'sparse_as_dense'",
-    ),
-    "groups": (lambda: wrap(small_model(), TopK(0.01, warmup=None), groups=1 + hvd.rank()), "'groups'"),
-    "model": (lambda: wrap(_other_model(), TopK(0.01, warmup=None)), "'parameters'"),
-    "frozen": (lambda: wrap(_partly_frozen(), TopK(0.01, warmup=None)), "'parameters'"),
+_DIFFERENCES: dict[str, tuple[Any, str]] = {
+    "ratio": (lambda rank: {"compression": TopK(0.01 * (1 + rank))}, "ratio="),
+    "algorithm": (lambda rank: {"compression": (TopK, SIDCo)[rank](0.01)}, "TopK("),
+    "operation": (lambda rank: {"op": (hvd.Sum, hvd.Average)[rank]}, "'hvd.Sum'"),
+    "passes": (lambda rank: {"backward_passes_per_step": 1 + rank}, "'backward_passes"),
+    "rate": (lambda rank: {"compression": TopK(0.01, lr_in_residual=True), "lr": 0.1 + 0.1 * rank}, "'lr'"),
+    "sparse_as_dense": (lambda rank: {"sparse_as_dense": rank == 0}, "'sparse_as_dense'"),
+    "groups": (lambda rank: {"groups": 1 + rank}, "'groups'"),
+    "model": (lambda rank: {"model": _other_model()}, "'parameters'"),
+    "frozen": (lambda rank: {"model": _partly_frozen()}, "'parameters'"),
 }
 
 
 @scenario(MPI_2, cases=_DIFFERENCES)
-def difference_between_ranks_raises_on_all(make: Any, difference: str) -> None:
-    optimizer = make()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    loss = torch.stack([parameter.sum() for parameter in parameters if parameter.requires_grad]).sum()
+def difference_between_ranks_raises_on_all(settings: Any, difference: str) -> None:
+    given = {"model": small_model(), "compression": TopK(0.01), **settings(hvd.rank())}
+    optimizer = wrap(**given)
+    loss = torch.stack([one.sum() for one in given["model"].parameters() if one.requires_grad]).sum()
     loss.backward()
     text = raised(ValueError, optimizer.step)
     assert text.startswith(f"rank {hvd.rank()}: all ranks must run the same model") and difference in text, text
