@@ -21,11 +21,12 @@ from .common import (
     kept,
     loss_of,
     small_model,
+    train,
 )
 from .scenario import MPI_2, TORCHRUN_2, scenario
 
 STEPS = 4
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+Compile = Callable[[Any], Any]
 
 
 def compiler(backend: str) -> Compile:
@@ -34,37 +35,25 @@ def compiler(backend: str) -> Compile:
     return lambda function: torch.compile(function, backend=backend)
 
 
-def whole_steps(optimizer: Any, model: nn.Module, loss: Callable[..., torch.Tensor], compile_it: Compile) -> None:
-    def step(number: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        value = loss(model, number)
-        value.backward()
-        optimizer.step()
-        return value
-
-    compiled = compile_it(step)
+def whole_steps(optimizer: Any, model: nn.Module, compile_it: Compile) -> None:
+    step = compile_it(lambda number: train(model, optimizer, [number]))
     for number in range(STEPS):
-        compiled(number)
+        step(number)
 
 
-def updates(optimizer: Any, model: nn.Module, loss: Callable[..., torch.Tensor], compile_it: Compile) -> None:
+def updates(optimizer: Any, model: nn.Module, compile_it: Compile) -> None:
     step = compile_it(lambda: optimizer.step())
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss(model, number).backward()
+        loss_of(model, number).backward()
         step()
 
 
-def models(optimizer: Any, model: nn.Module, loss: Callable[..., torch.Tensor], compile_it: Compile) -> None:
-    compiled = compile_it(model)
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        loss(compiled, number).backward()
-        optimizer.step()
+def models(optimizer: Any, model: nn.Module, compile_it: Compile) -> None:
+    train(compile_it(model), optimizer, range(STEPS))
 
 
-WAYS = {"step": updates, "model": models, "whole": whole_steps}
-CASES = {name: (way, "eager") for name, way in WAYS.items()}
+CASES = {"step": (updates, "eager"), "model": (models, "eager"), "whole": (whole_steps, "eager")}
 if shutil.which("c++"):
     # What it compiles is what the other one is given.
     CASES["whole-inductor"] = (whole_steps, "inductor")
@@ -81,7 +70,7 @@ def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         # PyTorch's compiler takes no buckets of DDP that are smaller than DDP's first one.
         called, optimizer = distributed(model, sgd, compression, **({"bucket_cap_mb": 25} if IN_DDP else {}))
-        way(optimizer, called, loss_of, compile_it)
+        way(optimizer, called, compile_it)
         assert_identical(model)
         trained.append((model, compression))
     (plain, first), (compiled, second) = trained

@@ -120,7 +120,7 @@ def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) 
     return bowl
 
 
-def it_ends_where_gradients_are_changed(change: Callable[[Pulled], None]) -> Pulled:
+def it_ends_where_gradients_are_changed(change: Callable[[Pulled], object]) -> Pulled:
     """Residuals then have another unit than updates."""
     bowl = Pulled()
     model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
@@ -141,28 +141,7 @@ def it_ends_where_gradients_are_changed(change: Callable[[Pulled], None]) -> Pul
     return bowl
 
 
-def _clip(bowl: Pulled) -> None:
-    nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)
-
-
-def _scale(bowl: Pulled) -> None:
-    for parameter in bowl.parameters():
-        parameter.grad.data /= 1024
-
-
-class Plain(torch.optim.Optimizer):
-    """Steps against the sign of the gradient, which no residual knows."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            parameter -= 0.1 * parameter.grad.sign()
-
-
-GRADIENTS = gradients_are_those_of_moved_parameters
+GRADIENTS, ENDS = gradients_are_those_of_moved_parameters, it_ends_where_gradients_are_changed
 LAWS: dict[str, tuple[Any, ...]] = {
     "gradients": (GRADIENTS, {}),
     "gradients, 0.75": (GRADIENTS, {"detached": 0.75}),
@@ -179,9 +158,9 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "off, balanced": (none_where_it_is_off, {"exchange": Balanced()}),
     "off, residual": (none_where_it_is_off, {"residual": False}),
     "off, propagate": (none_where_it_is_off, {"not_finite": "propagate"}),
-    "off, signs": (none_where_it_is_off, {}, Plain),
-    "ends, clipping": (it_ends_where_gradients_are_changed, _clip),
-    "ends, scaling by hand": (it_ends_where_gradients_are_changed, _scale),
+    "off, another optimizer than SGD": (none_where_it_is_off, {}, torch.optim.ASGD),
+    "ends, clipping": (ENDS, lambda bowl: nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)),
+    "ends, scaling by hand": (ENDS, lambda bowl: [one.grad.data.div_(1024) for one in bowl.parameters()]),
 }
 
 

@@ -1,6 +1,6 @@
 """Runs the scenarios of `torch.distributed` on a GPU that all ranks share, over NCCL.
 
-    python -m parallel.on_gpu [--ranks 2] [--only WORDS...] [--json FILE]        (in tests, with PyTorch for CUDA)
+    python -m parallel.on_gpu [--ranks 2] [--only WORDS...] (in tests, with PyTorch for CUDA)
 
 What tests make is made on the GPU, and what they read is brought from there. What the package makes is left as it is: if that
 is on the wrong device, the scenario fails. NCCL takes each rank for a host of its own.
@@ -9,11 +9,9 @@ is on the wrong device, the scenario fails. NCCL takes each rank for a host of i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -90,30 +88,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument(
-        "--part", type=int, nargs=2, default=[0, 1], metavar=("I", "N"), help="every N-th, from the I-th"
-    )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     launch, known = Launch("torchrun", options.ranks, "ddp"), scenarios("ddp")
     del os.environ["TORCHELASTIC_RUN_ID"]
     chosen = [name for name, one in known.items() if launch in one.launches and not name.startswith(_LEFT_OUT)]
     chosen = [name for name in chosen if not options.only or any(word in name for word in options.only)]
-    chosen = chosen[options.part[0] :: options.part[1]]
     os.environ.update({"SPARSE_TEST_DEVICE": "cuda", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_scenarios(launch, chosen, Path(folder))
     failed = {name: str(one) for name, one in outcomes.items() if not one.passed}
     for name, text in failed.items():
         print(f"=== {name}\n{text}\n")
-    last = Counter(text.strip().splitlines()[-1][:200] for text in failed.values())
-    for line, count in last.most_common():
-        print(count, line)
     print(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"failed": failed, "seconds": {n: o.seconds for n, o in outcomes.items()}}, indent=1)
-        )
     return bool(failed)
 
 

@@ -110,9 +110,7 @@ def several_optimizers_share_a_scaler() -> None:
     models = [overflowing(), overflowing()]
     compressions = [SIDCo(0.02, warmup=None, updates=False), TopK(0.02, warmup=None, updates=False)]
     optimizers = [
-        hvd.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), model.named_parameters(), compression=compression
-        )
+        distributed(model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), compression)[1]
         for model, compression in zip(models, compressions, strict=True)
     ]
     scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
