@@ -18,7 +18,7 @@ from horovod_sparse.torch import SIDCo, reducer, save_checkpoint
 from horovod_sparse.torch.reducer import Reducer
 
 from .common import BUCKET_BYTES, loss_of, small_model, wrap
-from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, Faulty, before, wait_for
+from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, before, wait_for
 
 CALLS: dict[str, tuple[Any, str]] = {
     "exchange": (Reducer, "_start"),
@@ -32,27 +32,30 @@ CALLS: dict[str, tuple[Any, str]] = {
 
 def main(fault: Fault, folder: Path) -> None:
     torch.set_num_threads(1)
-    faulty = Faulty(fault, hvd.rank())
     model = small_model()
     optimizer = wrap(model, SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None))
-    waiting = folder / "waiting"
+    step, waiting = 0, folder / "waiting"
 
     def late(gradient: torch.Tensor) -> None:
         """Let it happen when the others wait in `synchronize` for what this rank has not sent."""
-        if faulty.armed and faulty.rank == VICTIM:
+        if fault.armed:
             wait_for(waiting)
-        faulty.happen()
+        fault.happen()
+
+    def announce() -> None:
+        if step == FAULTY_STEP:
+            waiting.touch()
 
     if fault.moment == "hook":
-        model.get_parameter("2.weight").register_hook(lambda gradient: faulty.happen())
+        model.get_parameter("2.weight").register_hook(lambda gradient: fault.happen())
     elif fault.moment == "synchronize":
         # The last weight in backward: other buckets of this rank are under way.
         model.get_parameter("0.weight").register_hook(late)
-        before(Pipeline, "complete", lambda: faulty.armed and waiting.touch())
+        before(Pipeline, "complete", announce)
     else:
-        before(*CALLS[fault.moment], faulty.happen)
+        before(*CALLS[fault.moment], fault.happen)
     for step in range(STEPS):
-        faulty.armed = step == (0 if fault.moment == "agreement" else FAULTY_STEP)
+        fault.armed = hvd.rank() == VICTIM and step == (0 if fault.moment == "agreement" else FAULTY_STEP)
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .launch import Ended, Launch
 from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
@@ -36,7 +36,7 @@ MOMENTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     """What happens to one rank, and where."""
 
@@ -45,6 +45,8 @@ class Fault:
     action: str
     """A key of `ACTIONS`."""
     framework: str = "torch"
+    armed: bool = False
+    """Whether it happens now, on this rank."""
 
     def __str__(self) -> str:
         return f"{'' if self.framework == 'torch' else 'tensorflow-'}{self.moment}-{self.action}"
@@ -54,8 +56,10 @@ class Fault:
         """What the rank says, if it can."""
         return f"a fault in {self.moment}"
 
-    def happen(self) -> NoReturn:
-        """Let it happen to the process that calls this."""
+    def happen(self) -> None:
+        """Let it happen to the process that calls this, if it is armed."""
+        if not self.armed:
+            return
         # The launcher's output is a pipe. A line that is not flushed would be lost with the process.
         print(f"the fault is at {time.time():.3f}", flush=True)
         ACTIONS[self.action](self)
@@ -125,19 +129,6 @@ def run(launch: Launch, fault: Fault) -> Outcome:
         now = time.time()
     found = re.search(r"the fault is at (\d+\.\d+)", ended.output)
     return Outcome(ended, now - float(found[1]) if found else None)
-
-
-class Faulty:
-    """Where the fault of a rank is. It happens when it is armed, on the victim."""
-
-    def __init__(self, fault: Fault, rank: int) -> None:
-        self.fault = fault
-        self.rank = rank
-        self.armed = False
-
-    def happen(self) -> None:
-        if self.armed and self.rank == VICTIM:
-            self.fault.happen()
 
 
 def before(owner: Any, name: str, act: Callable[[], object]) -> None:

@@ -14,27 +14,26 @@ from horovod_sparse.tensorflow import SIDCo
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.reducer import Reducer
 
-from ..injected import FAULTY_STEP, STEPS, Fault, Faulty, before
+from ..injected import FAULTY_STEP, STEPS, VICTIM, Fault, before
 from .common import normals, reduce, variables
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9)}
 
 
 def main(fault: Fault) -> None:
-    faulty = Faulty(fault, hvd.rank())
     weights = variables(SHAPES)
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        before(HostPipeline, "_next", faulty.happen)
+        before(HostPipeline, "_next", fault.happen)
     elif fault.moment == "agreement":
-        before(Reducer, "_agree", faulty.happen)
+        before(Reducer, "_agree", fault.happen)
     for step in range(STEPS):
-        faulty.armed = step == (0 if fault.moment == "agreement" else FAULTY_STEP)
+        fault.armed = hvd.rank() == VICTIM and step == (0 if fault.moment == "agreement" else FAULTY_STEP)
         gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
         reduced = reduce(compression, weights, gradients)
         if fault.moment == "optimizer":
-            faulty.happen()
+            fault.happen()
         optimizer.apply([reduced[name] for name in weights], list(weights.values()))
     print("trained to the end")
 
