@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_sparse.torch import DGC, MiCRO, SIDCo
 
-from .common import BUCKET_BYTES, assert_identical, digest, loss_of, small_model
+from .common import BUCKET_BYTES, assert_identical, digest, distributed, small_model, train
 
 FIRST_HOSTS = ("localhost", "127.0.0.1")
 MORE_HOSTS = ("127.1", "127.0.1")
@@ -50,21 +50,13 @@ class Trainings:
     """Trainings in step with each other. Adam's exchanges updates."""
 
     def __init__(self) -> None:
-        self.compressions: dict[str, Any] = {
-            "sidco": SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None),
-            "micro": MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None),
-            "dgc": DGC(0.01, granularity=BUCKET_BYTES, warmup=None),
-            "adam": SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None),
-        }
+        makers = {"sidco": SIDCo, "micro": MiCRO, "dgc": DGC, "adam": SIDCo}
+        self.compressions = {name: make(0.01, granularity=BUCKET_BYTES, warmup=None) for name, make in makers.items()}
         self.models = {name: small_model() for name in self.compressions}
-        self.optimizers = {
-            name: hvd.DistributedOptimizer(
-                (torch.optim.Adam if name == "adam" else torch.optim.SGD)(self.models[name].parameters(), lr=0.05),
-                self.models[name].named_parameters(),
-                compression=compression,
-            )
-            for name, compression in self.compressions.items()
-        }  # fmt: skip
+        self.optimizers: dict[str, Any] = {}
+        for name, model in self.models.items():
+            sgd_or_adam = (torch.optim.Adam if name == "adam" else torch.optim.SGD)(model.parameters(), lr=0.05)
+            _, self.optimizers[name] = distributed(model, sgd_or_adam, self.compressions[name])
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -73,9 +65,7 @@ class Trainings:
 
     def train(self, step: int) -> None:
         for name, optimizer in self.optimizers.items():
-            optimizer.zero_grad()
-            loss_of(self.models[name], step).backward()
-            optimizer.step()
+            train(self.models[name], optimizer, [step])
 
     def lengths(self) -> Tensor:
         """By which all workers let their updates grow."""
