@@ -11,17 +11,7 @@ from stairs import Halving
 
 from horovod_sparse.torch import MomentumCorrection, Pairs
 
-from .common import (
-    COMPRESSORS,
-    MakeCompression,
-    everyone,
-    gradient_of,
-    normals,
-    raised,
-    reduce,
-    wrap_parameters,
-    zeros,
-)
+from .common import COMPRESSORS, MakeCompression, everyone, gradient_of, normals, raised, reduce, wrap_parameters, zeros
 from .exchange import COMPRESSED, SHAPES
 from .makers import makers
 from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, scenario
