@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -34,34 +33,16 @@ LONGEST = 0.1
 """Seconds from there to the signal, at most; a step with its checkpoint takes about as long."""
 
 
-class Trainings:
-    """Three trainings at once, so that one checkpoint holds several models and optimizers."""
-
-    def __init__(self) -> None:
-        self.parts = {
-            "sidco": Training(SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)),
-            "micro": Training(MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None)),
-            "dgc": Training(DGC(0.01, granularity=BUCKET_BYTES, warmup=None, updates=False)),
-        }
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        return {f"{part}_{name}": one for part, made in self.parts.items() for name, one in made.objects.items()}
-
-    def train(self) -> None:
-        for training in self.parts.values():
-            training.train(1)
-
-    def residuals(self) -> dict[str, Tensor]:
-        """All residuals and velocities of this rank, but not velocities that are the same on every rank."""
-        states = {part: training.compression.state_dict() for part, training in self.parts.items()}
-        return {
-            f"{part}.{kind}.{name}": array
-            for part, state in states.items()
-            for kind in ("residuals", "velocities")
-            for name, array in sorted(state[kind].items())
-            if name in state["residuals"]
-        }
+def residuals(trainings: dict[str, Training]) -> dict[str, Tensor]:
+    """All residuals and velocities of this rank, but not velocities that are the same on every rank."""
+    states = {part: training.compression.state_dict() for part, training in trainings.items()}
+    return {
+        f"{part}.{kind}.{name}": array
+        for part, state in states.items()
+        for kind in ("residuals", "velocities")
+        for name, array in sorted(state[kind].items())
+        if name in state["residuals"]
+    }
 
 
 def report(what: str, residuals: dict[str, Tensor]) -> None:
@@ -85,19 +66,26 @@ def killer(seed: int | None, start: int, rank: int, size: int) -> Callable[[int]
 
 
 def main(folder: Path, steps: int, seed: int | None) -> None:
-    trainings = Trainings()
-    start = load_checkpoint(folder, **trainings.objects).step
+    # One checkpoint holds several models and optimizers.
+    trainings = {
+        "sidco": Training(SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)),
+        "micro": Training(MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None)),
+        "dgc": Training(DGC(0.01, granularity=BUCKET_BYTES, warmup=None, updates=False)),
+    }
+    objects = {f"{part}_{name}": one for part, made in trainings.items() for name, one in made.objects.items()}
+    start = load_checkpoint(folder, **objects).step
     print(f"rank {hvd.rank()} of {hvd.size()} begins at step {start}", flush=True)
-    report("loaded", trainings.residuals())
+    report("loaded", residuals(trainings))
     begin = killer(seed, start, hvd.rank(), hvd.size())
     for step in range(start, steps):
         begin(step)
         if step % EVERY == 0:
-            report("saved", trainings.residuals())
-            save_checkpoint(folder, step, keep=2, **trainings.objects)
-        trainings.train()
-    kept = [one for training in trainings.parts.values() for one in training.model.state_dict().values()]
-    print(f"rank {hvd.rank()} ended with {digest([*kept, *trainings.residuals().values()])}", flush=True)
+            report("saved", residuals(trainings))
+            save_checkpoint(folder, step, keep=2, **objects)
+        for training in trainings.values():
+            training.train(1)
+    kept = [one for training in trainings.values() for one in training.model.state_dict().values()]
+    print(f"rank {hvd.rank()} ended with {digest([*kept, *residuals(trainings).values()])}", flush=True)
 
 
 if __name__ == "__main__":
