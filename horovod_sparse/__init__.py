@@ -14,8 +14,8 @@ if not TYPE_CHECKING:
         """Say where a public name is: in the adapter of the user's framework."""
         # All other names in lower case may be modules, which are looked for here while they are imported.
         if name[:1].isupper():
-            public = [import_module(f"horovod_sparse.{module}").__all__ for module in ("compressors", "public")]
-            if any(name in names for names in public):
+            public = vars(import_module("horovod_sparse.public"))
+            if name in public or name in import_module("horovod_sparse.compressors").__all__:
                 raise ImportError(
                     f"{name} must be imported for a framework: from horovod_sparse.torch import {name}, or from "
                     "horovod_sparse.tensorflow or horovod_sparse.numpy"

@@ -1,22 +1,11 @@
 """What every adapter offers beside the compressors. Imports no framework."""
 
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.contrib.stats_log import StatsLog
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.shared import SharedIndices
-from horovod_sparse.exchange.union import Union
-
-__all__ = [
-    "Balanced",
-    "Clip",
-    "Hierarchical",
-    "MomentumCorrection",
-    "Pairs",
-    "Schedule",
-    "SharedIndices",
-    "StatsLog",
-    "Union",
-]
+from horovod_sparse.compressors.momentum import Clip as Clip
+from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule as Schedule
+from horovod_sparse.contrib.stats_log import StatsLog as StatsLog
+from horovod_sparse.exchange.balanced import Balanced as Balanced
+from horovod_sparse.exchange.hierarchical import Hierarchical as Hierarchical
+from horovod_sparse.exchange.pairs import Pairs as Pairs
+from horovod_sparse.exchange.shared import SharedIndices as SharedIndices
+from horovod_sparse.exchange.union import Union as Union
