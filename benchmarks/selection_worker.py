@@ -25,7 +25,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.protocols import Collective, Entries, Messages, Reduced
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
@@ -255,12 +255,16 @@ class Worker:
     def check(self) -> None:
         """Raise AssertionError unless the last step sent about k entries, the same as the NumPy oracle selects."""
         title = f"{self._case.title}, {self._conditions}"
-        entries = self._reduced.parts()[0]
+        sent = self._reduced.sent
+        if isinstance(sent, Messages):
+            mine = wire.split(sent.gathered, len(sent.used))[0]
+            sent = Entries(*_OPS.unpack(mine, sent.used[0]))
+        assert sent is not None
         x = self.residual.copy()
-        indices = np.arange(len(x)) if entries.indices is None else entries.indices.numpy()
+        indices = np.arange(len(x)) if sent.indices is None else sent.indices.numpy()
         # What was sent is no longer in the residual. Together the two are what was selected from.
         assert not x[indices].any(), f"{title}: what was sent is still in the residual"
-        x[indices] = entries.values.numpy()
+        x[indices] = sent.values.numpy()
         selecting = self._case.world if isinstance(self.compressor.exchange, Union) else 1
         due = np.concatenate([self._select(NumpyOps(), x, self._state_of(number)) for number in range(selecting)])
         assert np.array_equal(indices, np.sort(due)), f"{title}: sent {len(indices)} entries, {len(due)} were due"

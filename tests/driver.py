@@ -12,7 +12,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.virtual import results_of
 
@@ -69,16 +69,17 @@ def exchange(
 
     def writer(result: Reduced) -> Any:
         def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
-            if not reduced.parts():
+            parts = _parts(backend, reduced.sent)
+            if not parts:
                 result.update((slot.name, None) for slot in slots)
                 return
             # What adapters do with it. A float64 gradient's sum is float64 if everything was sent.
-            dtype = backend.numpy(reduced.parts()[0].values).dtype
+            dtype = backend.numpy(parts[0].values).dtype
             targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
             reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
             for slot, target in zip(slots, targets, strict=True):
                 shared_by = reduced.divisor_at(slot.offset)
-                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in reduced.parts()]
+                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in parts]
                 np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write
@@ -126,6 +127,14 @@ class Sent(NamedTuple):
     """What was selected from."""
     indices: np.ndarray
     values: np.ndarray
+
+
+def _parts(backend: Backend, sent: protocols.Sent) -> list[protocols.Entries]:
+    """What is added up, part by part; nothing if a gradient was not finite."""
+    if not isinstance(sent, protocols.Messages):
+        return [] if sent is None else [sent]
+    pairs = zip(wire.split(sent.gathered, len(sent.used)), sent.used, strict=True)
+    return [protocols.Entries(*backend.ops.unpack(message, rows)) for message, rows in pairs]
 
 
 def _share(backend: Backend, slot: Slot, indices: Any, values: Any, divisor: float) -> tuple[np.ndarray, np.ndarray]:

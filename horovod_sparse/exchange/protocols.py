@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_sparse.exchange import cost, wire
+from horovod_sparse.exchange import cost
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
@@ -242,15 +242,8 @@ class Reduced:
             count = len(sent.values)
             # The message has at least one row, as all others do.
             sent = Messages(ops.pack(*sent, max(count, 1)), [count])
-        self._sent = sent
-
-    def parts(self) -> list[Entries]:
-        """Return what is added up, part by part and not divided. It is made on each call."""
-        if not isinstance(self._sent, Messages):
-            return [] if self._sent is None else [self._sent]
-        gathered, used = self._sent
-        pairs = zip(wire.split(gathered, len(used)), used, strict=True)
-        return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
+        self.sent = sent
+        """What is added up, as `Messages` if not all entries were sent."""
 
     def divisor_at(self, first: int) -> float:
         """Return the number by which the part that begins at an index is divided."""
@@ -266,13 +259,13 @@ class Reduced:
                 for one in dict.fromkeys(divisors)
             }
         for divisor, some in together.items():
-            if isinstance(self._sent, Messages):
-                self._ops.assembler(*self._sent, divisor)(some)
-            elif self._sent is None:
+            if isinstance(self.sent, Messages):
+                self._ops.assembler(*self.sent, divisor)(some)
+            elif self.sent is None:
                 for _, target in some:
                     target[:] = math.nan
             else:
-                self._ops.copy_parts(self._sent.values, some)
+                self._ops.copy_parts(self.sent.values, some)
                 if divisor != 1.0:
                     for _, target in some:
                         target /= divisor
