@@ -52,6 +52,8 @@ class Bucket:
         self.position = place.position
         self.rank = rank
         self._first_sparse = compressor.first_sparse_step(place.world)
+        self.begins_dense = self._first_sparse > 0
+        """Whether everything is sent in the first steps."""
         self.grid = grid
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
@@ -144,11 +146,6 @@ class Bucket:
             for memory, array in zip(self._copies, self._arrays, strict=True):
                 self.ops.assign(memory, array)
         return self._copies
-
-    @property
-    def begins_dense(self) -> bool:
-        """Whether everything is sent in the first steps."""
-        return self._first_sparse > 0
 
     @property
     def is_dense(self) -> bool:

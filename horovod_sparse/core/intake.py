@@ -45,10 +45,6 @@ class Intake:
         self.scale = scale
         self._factor = momentum.clip_factor(self._ops, gradients, self._limit * scale) if self._holds_back else None
 
-    def end(self) -> None:
-        """End a step: its clipping factor is that of no other."""
-        self._factor = None
-
     def prepared(self, gradient: Array, dtype: str) -> Array:
         """Return what is added to the residual: the gradient, clipped and divided by the loss scale; then of type `dtype`."""
         if self._holds_back:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
@@ -47,11 +48,8 @@ class Layout:
     @classmethod
     def of(cls, members: Sequence[Parameter]) -> Layout:
         """Lay out parameters of one residual type."""
-        slots: list[Slot] = []
-        offset = 0
-        for one in members:
-            slots.append(Slot(one.name, offset, one.numel, one.shape))
-            offset += one.numel
+        offsets = accumulate((one.numel for one in members[:-1]), initial=0)
+        slots = [Slot(one.name, offset, one.numel, one.shape) for one, offset in zip(members, offsets, strict=True)]
         return cls(tuple(slots), members[0].residual_dtype)
 
     @property

@@ -268,7 +268,6 @@ class Pipeline:
             bucket.end(step.ending, step.buckets[bucket.name])
         for bucket in reached:
             bucket.close()
-        self.intake.end()
         self._step = None
 
     def abort(self) -> None:

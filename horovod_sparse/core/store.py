@@ -29,11 +29,8 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
         sent = pipeline.relative_bytes()
         if sent > 1.0:
             _log.warning(
-                "%r with %d workers sends %.1f times as many bytes as a dense allreduce of float32; take a ratio that is as "
-                "many times smaller, exchange=Balanced(), or MiCRO",
-                pipeline.compressor,
-                pipeline.world,
-                sent,
+                f"{pipeline.compressor!r} with {pipeline.world} workers sends {sent:.1f} times as many bytes as a dense "
+                "allreduce of float32; take a ratio that is as many times smaller, exchange=Balanced(), or MiCRO"
             )
 
 
