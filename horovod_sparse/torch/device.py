@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,9 +11,6 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Selector
 from horovod_sparse.kernels import gpu
-
-Adder = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
-"""`kernels.gpu.message.add_up`."""
 
 
 @cache
@@ -33,12 +29,3 @@ def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Ten
     from horovod_sparse.kernels.gpu.bucket import selector_for
 
     return selector_for(compressor, layout, buffer, velocity)
-
-
-def adder_for(messages: Tensor) -> Adder | None:
-    """Return what adds up messages on their device; None if PyTorch's operations do."""
-    if not has_kernels(messages.device):
-        return None
-    from horovod_sparse.kernels.gpu.message import add_up
-
-    return add_up

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -297,9 +298,8 @@ class TorchOps(Ops):
         return message
 
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        add_up = device.adder_for(messages)
-        if add_up is not None:
-            return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
+        if device.has_kernels(messages.device):
+            return partial(_write_added_up, messages, len(used), divisor)
         parts = [
             self.unpack(message, rows) for message, rows in zip(wire.split(messages, len(used)), used, strict=True)
         ]
@@ -330,10 +330,10 @@ def _add(target: Tensor, first: int, indices: Tensor, values: Tensor) -> None:
     target.index_add_(0, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0).to(target.dtype))
 
 
-def _write_added_up(
-    add_up: device.Adder, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
-) -> None:
+def _write_added_up(messages: Tensor, world: int, divisor: float, targets: Sequence[Part]) -> None:
     """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
+    from horovod_sparse.kernels.gpu.message import add_up
+
     for dtype in {target.dtype for _, target in targets}:
         parts = [part for part in targets if part[1].dtype == dtype]
         flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
