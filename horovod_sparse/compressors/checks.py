@@ -41,12 +41,6 @@ def check_integer(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} must be >= {least}, got {value!r}")
 
 
-def check_boolean(name: str, value: object) -> None:
-    """Raise unless `value` is True or False."""
-    if not isinstance(plain(value), bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
@@ -90,12 +84,12 @@ def check_patterns(name: str, value: Collection[object]) -> None:
         raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
 
 
-def check_flag(name: str, value: object, others: Collection[str]) -> None:
+def check_flag(name: str, value: object, others: Collection[str] = ()) -> None:
     """Raise unless `value` is True, False or one of `others`."""
-    if isinstance(value, str):
+    if others and isinstance(value, str):
         check_choice(name, value, (True, False, *others))
-    else:
-        check_boolean(name, value)
+    elif not isinstance(plain(value), bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def number(expected: str, holds: Callable[[float], bool], *others: object) -> Callable[[str, object], None]:

@@ -71,7 +71,3 @@ class RandomCompressor(Compressor):
     def shared(self) -> bool:
         """Whether all workers draw the same entries."""
         return isinstance(self.exchange, SharedIndices)
-
-    def draws(self, state: BucketState) -> np.random.Generator:
-        """Return the random generator of this bucket's step."""
-        return generator(self.seed, state, shared=self.shared)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_sparse.compressors.checks import check_boolean, check_choice, check_number, plain, shown
+from horovod_sparse.compressors.checks import check_choice, check_flag, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
@@ -33,8 +33,8 @@ class MomentumCorrection:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
         check_number("momentum", self.momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
-        check_boolean("nesterov", self.nesterov)
-        check_boolean("masking", self.masking)
+        check_flag("nesterov", self.nesterov)
+        check_flag("masking", self.masking)
 
     @property
     def of_step(self) -> Momentum:

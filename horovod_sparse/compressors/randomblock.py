@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.draws import RandomCompressor
+from horovod_sparse.compressors.draws import RandomCompressor, generator
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -25,7 +25,7 @@ class RandomBlock(RandomCompressor):
     refuses = (*RandomCompressor.refuses, Balanced)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        start = int(self.draws(state).integers(len(x)))
+        start = int(generator(self.seed, state, shared=self.shared).integers(len(x)))
         state.fingerprint = zlib.crc32(start.to_bytes(8, "little")) >> 1 if self.shared else 0
         chosen = np.arange(start, start + k)
         if chosen[-1] >= len(x):

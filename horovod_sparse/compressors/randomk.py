@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.draws import RandomCompressor, distinct
+from horovod_sparse.compressors.draws import RandomCompressor, distinct, generator
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
@@ -19,6 +19,6 @@ class RandomK(RandomCompressor):
     """
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        drawn = distinct(self.draws(state), len(x), k)
+        drawn = distinct(generator(self.seed, state, shared=self.shared), len(x), k)
         state.fingerprint = zlib.crc32(drawn.data) >> 1 if self.shared else 0
         return Selection(ops.indices(drawn, x), k)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -194,7 +194,7 @@ class Checkpoints:
                 unfinished.mkdir(parents=True, exist_ok=True)
                 for name, content in files.items():
                     _write(unfinished / name, content)
-                return {name: (len(content), _digest(content)) for name, content in files.items()}
+                return {name: (len(content), sha256(content).hexdigest()) for name, content in files.items()}
 
             def complete() -> None:
                 if workers.rank == 0:
@@ -322,13 +322,9 @@ def _read(path: Path, step: int, workers: Workers) -> Loaded:
     for name in (SHARED, *map(rank_file, ranks)):
         size, digest = files[name]
         contents.append((path / name).read_bytes())
-        if len(contents[-1]) != size or _digest(contents[-1]) != digest:
+        if len(contents[-1]) != size or sha256(contents[-1]).hexdigest() != digest:
             raise ValueError(f"{name} has {len(contents[-1])} bytes that are not the {size} bytes that were written")
     return Loaded(step, world, contents[0], contents[1:], is_new=not mine)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 @contextlib.contextmanager

@@ -35,9 +35,8 @@ class Intake:
         self._factor: float | None = None
         """The factor by which this step's gradients are clipped, with the scope "model"."""
         correction = compressor.momentum_correction
-        self.momentum: Callable[[str], Momentum | None] = lambda name: (
-            None if correction is None else correction.of_step
-        )
+        of_step = None if correction is None else correction.of_step
+        self.momentum: Callable[[str], Momentum | None] = lambda name: of_step
         """Returns the momentum of a parameter in this step; None if the compressor has none."""
 
     def begin(self, gradients: Iterable[Array], scale: float) -> None:
