@@ -40,10 +40,7 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Granularity = int | Literal["layer", "model"]
 NotFinite = Literal["raise", "propagate"]
-Updates = bool | Literal["auto"]
-Detachment = float | Literal["auto"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
@@ -92,8 +89,7 @@ class Compressor(ABC):
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
-            `SharedIndices`, or an `Exchange` of one's own. Which of them an algorithm can use depends on it. None takes its
-            own, which for most is `Pairs()`.
+            `SharedIndices`, or an `Exchange` of one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
         not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
             raises FloatingPointError when the step is reduced. "propagate": the bucket's reduced gradient becomes NaN on every
             rank. Either way the residuals stay finite, and what the step had sent returns to them.
@@ -110,7 +106,7 @@ class Compressor(ABC):
     """
 
     ratio: float | Schedule = field(kw_only=False)
-    granularity: Granularity = BUCKET_BYTES
+    granularity: int | Literal["layer", "model"] = BUCKET_BYTES
     min_numel: int = MIN_NUMEL
     exclude: Sequence[str] = ()
     warmup: float | Literal["auto"] | None = "auto"
@@ -122,8 +118,8 @@ class Compressor(ABC):
     slack: float = None  # type: ignore[assignment]
     exchange: Exchange = None  # type: ignore[assignment]
     not_finite: NotFinite = "raise"
-    updates: Updates = "auto"
-    detached: Detachment = "auto"
+    updates: bool | Literal["auto"] = "auto"
+    detached: float | Literal["auto"] = "auto"
 
     default_slack: ClassVar[float] = 1.0
     needs_sums: ClassVar[bool] = False

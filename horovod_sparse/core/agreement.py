@@ -67,12 +67,9 @@ def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, st
     """Return both values; for lists, the first entry that differs."""
     if isinstance(mine, str) or isinstance(theirs, str):
         return str(mine), str(theirs)
-    number = next(number for number, (one, other) in enumerate(zip_longest(mine, theirs)) if one != other)
-    return _entry(mine, number), _entry(theirs, number)
-
-
-def _entry(values: list[str], number: int) -> str:
-    return f"{len(values)}, number {number} is {values[number] if number < len(values) else _ABSENT}"
+    entries = enumerate(zip_longest(mine, theirs, fillvalue=_ABSENT))
+    number, one, other = next((number, one, other) for number, (one, other) in entries if one != other)
+    return f"{len(mine)}, number {number} is {one}", f"{len(theirs)}, number {number} is {other}"
 
 
 def warn_of_values(names: Sequence[str], sums: Sequence[Sequence[int]], position: int, rank: int, remedy: str) -> None:

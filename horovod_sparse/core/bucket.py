@@ -45,6 +45,7 @@ class Bucket:
         self.ops = ops
         self.compressor = compressor
         self.buffer, self.velocity = buffer, velocity
+        self._arrays = [buffer] if velocity is None else [buffer, velocity]
         self.layout = layout
         self.name = layout.name
         self.numel = layout.numel
@@ -133,10 +134,6 @@ class Bucket:
             dtype = self.layout.residual_dtype
             # Rounded to the residual's type first, as it is with any other rate.
             velocity += scaled(self.ops, intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
-
-    @property
-    def _arrays(self) -> list[Array]:
-        return [self.buffer] if self.velocity is None else [self.buffer, self.velocity]
 
     def _copy(self) -> list[Array]:
         """Return copies of the residual and of the velocity, in the memory of those of the step before."""

@@ -57,11 +57,9 @@ class Workers(NamedTuple):
     """Returns every rank's value, in rank order. Values are what JSON can express. It blocks."""
 
     def agreed(self, what: str, action: Callable[[], T], own: tuple[type[Exception], ...] = ()) -> T:
-        """Return what `action` returns on this rank, if it raises on none. `what` begins the message of an error.
+        """Return what `action` returns on this rank. If it raises on any, every rank raises RuntimeError: `what` begins it.
 
-        Raises:
-            RuntimeError: on every rank, if `action` raises anything on any. But errors of the classes `own` stay what they are
-                on the rank that has them.
+        Errors of the classes `own` stay what they are on the rank that has them.
         """
         problem, error = "", None
         try:

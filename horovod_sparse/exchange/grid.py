@@ -35,8 +35,7 @@ class Grid(NamedTuple):
 def grid(groups: Sequence[str], position: int) -> Grid:
     """Return the grid as the worker at `position` sees it; `groups` has each worker's host.
 
-    Raises:
-        ValueError: there is only one host, or the hosts have different numbers of workers. All workers raise alike.
+    Raise ValueError, on all workers alike, if there is only one host, or if the hosts have different numbers of workers.
     """
     workers = defaultdict[str, list[int]](list)
     for other, name in enumerate(groups):

@@ -155,8 +155,8 @@ Made = tuple[Any, Any, Any]
 
 def _with_horovod(compression: str, model: nn.Module, optimizer: Any) -> Made:
     hvd: Any = import_module("horovod_sparse.torch")
-    chosen = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}.get(compression)
-    made = chosen if chosen is not None else hvd.SIDCo(ratio=float(compression), warmup=None)
+    dense = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}
+    made = dense.get(compression) or hvd.SIDCo(ratio=float(compression), warmup=None)
     named = model.named_parameters()
     return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=made), made
 

@@ -46,11 +46,8 @@ class SparseStateHandler(OptimizerStateHandler):  # type: ignore[misc]  # Horovo
 def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return a worker's state, fitted to that of the first worker, before the first step of changed workers. Blocks.
 
-    A worker keeps its residuals while others come and go. A new worker begins with zero, and with the first worker's
+    A worker keeps its residuals while others come and go. A new worker (None) begins with zero, and with the first worker's
     thresholds and lengths of updates. The residuals of a worker that has left are lost.
-
-    Args:
-        state: what this worker has kept; None if it is new.
     """
     kept = state or empty_state()
     shared = None

@@ -14,11 +14,7 @@ _READABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 def encode(state: Any) -> bytes:
-    """Return what `decode` reads. Numbers of NumPy's become Python's.
-
-    Raises:
-        ValueError: something in the state has a type that `decode` refuses.
-    """
+    """Return what `decode` reads; NumPy's numbers become Python's. Raise ValueError for a type that `decode` refuses."""
     return _saved(_readable(state))
 
 

@@ -27,11 +27,7 @@ def moved_momentum(
 ) -> MovedMomentum | None:
     """Let a compressor with `momentum="auto"` apply an optimizer's momentum. Return None if there is nothing to move.
 
-    Args:
-        compressor: which then has the momentum.
-        optimizer: whose groups have it.
-        step: the optimizer's own step.
-        names: the parameters' names; it may grow.
+    `step` is the optimizer's own. `names`, the parameters' names, may grow.
     """
     group = next((group for group in optimizer.param_groups if group.get("momentum")), None)
     if compressor.momentum != "auto" or group is None:
