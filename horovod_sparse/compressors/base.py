@@ -86,8 +86,7 @@ class Compressor(ABC):
             of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
             else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
             with sparse gradients are not clipped.
-        slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
-            residual.
+        slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit waits.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
             `SharedIndices`, or an `Exchange` of one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
         not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
@@ -101,8 +100,7 @@ class Compressor(ABC):
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e. Where updates
             are exchanged, eta is 1/s (`core.lengths.Lengths`). Needs the memory of a second copy of the parameters, and
             PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
-            with `not_finite="raise"`. It ends if gradients are changed after their reduction. 0 is error feedback as usual.
-            Refused where residuals hold what other workers have sent (`Balanced`, `Hierarchical`).
+            with `not_finite="raise"`. It ends if reduced gradients are changed. Refused with `Balanced` and `Hierarchical`.
     """
 
     ratio: float | Schedule = field(kw_only=False)
