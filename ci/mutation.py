@@ -57,7 +57,7 @@ TESTS = {
     "compressors/dgc": "selectors arguments laws momentum",
     "compressors/draws": "random selectors laws",
     "compressors/micro": "micro selectors arguments laws",
-    "compressors/momentum": "momentum pipeline laws",
+    "compressors/momentum": "arguments momentum pipeline laws",
     "compressors/randomblock": "random selectors arguments laws",
     "compressors/randomk": "random selectors arguments laws",
     "compressors/schedules": "schedules arguments laws",

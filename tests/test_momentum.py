@@ -85,20 +85,6 @@ def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> No
         assert pipeline.buckets[0].state.threshold == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
-        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
-        ({"masking": None}, "masking must be True or False, got None"),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        MomentumCorrection(**arguments)
-
-
 def test_a_gradient_is_rounded_alike_at_rate_zero_and_at_any_other() -> None:
     """Its float64 entries go into a velocity of float32."""
     backend, given = BACKENDS[0], np.random.default_rng(3).laplace(size=(2, 300))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,20 +86,3 @@ def test_no_warm_up_sends_more_than_dense_steps_would(make: Callable[[float], Co
 def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> None:
     assert compressor.first_sparse_step(8) == 0
     assert {compressor.ratio_at(step) for step in range(50)} == {compressor.target_count(10**6) / 10**6}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
-        ({"warmup": "yes"}, "warmup must be a finite number > 0, 'auto' or None, got 'yes'"),
-        ({"warmup": True}, "warmup must be a finite number > 0, 'auto' or None, got True"),
-        (
-            {"ratio": Halving(0.2, 0.1), "warmup": 1.0},
-            "warmup must be None or 'auto' with ratio=.*put it into the schedule",
-        ),
-    ],
-)
-def test_warm_ups_that_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TopK(**{"ratio": 0.1, **settings})
