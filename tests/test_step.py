@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from driver import exchange_all, make_pipelines
 from hypothesis import settings as profile
-from table import BACKENDS
+from table import BACKENDS, ORACLE, Backend
 
 import horovod_sparse
 from horovod_sparse.compressors.base import Compressor
@@ -23,13 +22,12 @@ from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.union import Union
-from horovod_sparse.numpy.allreduce import SparseAllreduce
+from horovod_sparse.numpy import SparseAllreduce, VirtualWorkers, allreduce, virtual
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PACKAGE = str(Path(horovod_sparse.__file__).parent)
@@ -48,11 +46,13 @@ class Case(NamedTuple):
     rates: tuple[float, ...] = (0.5,)
     """The learning rates: of the steps before, of the interrupted one, and of those that follow, in turn."""
     poison: float = 0.0
-    """What is added to an entry of the interrupted step's last gradient."""
+    """What is added to an entry of the interrupted step's gradient of `poisoned`."""
+    poisoned: str = "weight"
     scale: float | None = None
     """The scale of the loss."""
     undoes: bool = False
     """Whether a step that fails, or is given up, leaves no trace."""
+    world: int = 1
 
 
 class Dense(TopK):
@@ -71,6 +71,7 @@ CASES = {
     "clipped": Case(DGC, {"clip": Clip(1.0, "model")}),
     "clipped-layer": Case(SIDCo, {"clip": 1.0}),
     "undone": Case(SIDCo, {"momentum": MOMENTUM}, undoes=True),
+    "undone-nan": Case(SIDCo, {"momentum": MOMENTUM}, poison=np.nan, poisoned=DENSE, undoes=True),
     "rates": Case(SIDCo, {"lr_in_residual": True}, (0.5, 0.1, 0.2)),
     "rates-zero": Case(TopK, {"lr_in_residual": True}, (0.5, 0.0, 0.2)),
     "rates-undone": Case(MiCRO, {"lr_in_residual": True}, (0.5, 0.1, 0.2), undoes=True),
@@ -85,6 +86,8 @@ CASES = {
     "nan-union": Case(MiCRO, poison=np.inf),
     "scaled": Case(SIDCo, scale=4.0),
     "scaled-nan": Case(SIDCo, poison=np.nan, scale=4.0),
+    "owned-balanced": Case(TopK, {"exchange": Balanced(), "momentum": MOMENTUM, "warmup": None}, world=4),
+    "owned-hierarchical": Case(TopK, {"exchange": Hierarchical(2), "momentum": MOMENTUM, "warmup": None}, world=4),
 }
 
 
@@ -119,74 +122,73 @@ def traced(act: Callable[[], Any], at: int | None = None) -> tuple[int, str | No
     return lines.number, place
 
 
-class Worker:
-    """One worker, after some steps."""
+class Workers:
+    """One worker, or several, after some steps."""
 
-    def __init__(self, case: Case, backend: Any, until: str) -> None:
-        self.case = case
-        self.reduce = SparseAllreduce(None, case.make(0.1, **{"min_numel": 10, **case.settings}))
-        self.step = 0
-        self.reduce._new_pipeline = partial(self.reduce._new_pipeline, ops=backend.ops)
-        self.reduce._plan(self.gradients())
-        pipeline = self.pipeline = self.reduce.pipeline
-        start = pipeline.start_step
-        begin = partial(start, scale=case.scale, undoes=case.undoes)
-        pipeline.start_step = begin  # type: ignore[method-assign]
-        for _ in range(SETTLED):
-            self.take_step()
+    def __init__(self, case: Case, backend: Backend, until: str) -> None:
+        self.case, self.step = case, 0
+        compressor = case.make(0.1, **{"min_numel": 10, **case.settings})
+
+        def make_pipeline(ops: Any, compressor: Compressor, **where: Any) -> Pipeline:
+            pipeline = Pipeline(backend.ops, compressor, **where)
+            begin = partial(pipeline.start_step, scale=case.scale, undoes=case.undoes)
+            pipeline.start_step = begin  # type: ignore[method-assign]
+            return pipeline
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (allreduce, virtual):
+                patch.setattr(module, "Pipeline", make_pipeline)
+            one = case.world == 1
+            self.reduce: Any = SparseAllreduce(None, compressor) if one else VirtualWorkers(case.world, compressor)
+            for _ in range(SETTLED):
+                self.take_step()
+        self.pipelines: list[Pipeline] = [self.reduce.pipeline] if one else self.reduce.pipelines
         if until == "whole":
-            pipeline.start_step(self.gradients().values())
-            for name, gradient in self.gradients().items():
-                if name != DENSE:
-                    pipeline.arrive(name, gradient, self.rate)
-            pipeline.abort()
+            self.arrive()
+            for pipeline in self.pipelines:
+                pipeline.abort()
         elif until == "after":
             traced(self.take_step)
 
     def gradients(self) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(self.step)
-        given = {name: rng.laplace(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-        given["weight"][0, 0] += self.case.poison if self.step == SETTLED else 0.0
+        """Those of all workers, where there are several."""
+        rng, workers = np.random.default_rng(self.step), (self.case.world,) * (self.case.world > 1)
+        given = {name: rng.laplace(size=(*workers, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+        given[self.case.poisoned].flat[0] += self.case.poison if self.step == SETTLED else 0.0
         return {name: gradient * np.float32(self.case.scale or 1.0) for name, gradient in given.items()}
 
     @property
     def rate(self) -> float | None:
         return self.case.rates[max(self.step - SETTLED + 1, 0) % len(self.case.rates)]
 
+    def arrive(self) -> list[tuple[Pipeline, AnyBucket]]:
+        """Let all gradients of a step arrive; return the buckets."""
+        complete = []
+        for rank, pipeline in enumerate(self.pipelines):
+            mine = {name: one.reshape(-1, *SHAPES[name])[rank] for name, one in self.gradients().items()}
+            pipeline.start_step(mine.values())
+            buckets = [pipeline.arrive(name, gradient, self.rate) for name, gradient in mine.items()]
+            complete += [(pipeline, bucket) for bucket in buckets if bucket is not None]
+        return complete
+
     def take_step(self) -> dict[str, np.ndarray]:
-        reduced = self.reduce(self.gradients(), learning_rate=self.rate)
+        reduced: dict[str, np.ndarray] = self.reduce(self.gradients(), learning_rate=self.rate)
         self.step += 1
         return reduced
 
 
-class Group:
-    """Four workers on two hosts, after some steps."""
-
-    def __init__(self, backend: Any, settings: dict[str, Any], until: str) -> None:
-        self.backend, self.step = backend, 0
-        compressor = TopK(0.1, momentum=MOMENTUM, warmup=None, **settings)
-        shapes = {name: shape for name, shape in SHAPES.items() if name != DENSE}
-        self.pipelines = make_pipelines(backend, compressor, shapes, "aabb")
-        for _ in range(SETTLED):
-            self.take_step()
-        if until != "before":
-            self.take_step(ends=until == "after")
-
-    def take_step(self, *, ends: bool = True) -> None:
-        rng = np.random.default_rng(self.step)
-        for pipeline in self.pipelines:
-            pipeline.start_step()
-            for name, slot in pipeline.buckets[0].slots.items():
-                pipeline.arrive(name, rng.laplace(size=slot.shape).astype(np.float32))
-        exchange_all(self.backend, self.pipelines)
-        self.step += 1
-        for pipeline in self.pipelines if ends else ():
-            pipeline.end_step()
+def held(workers: Workers) -> list[dict[str, Any]]:
+    """What every worker holds."""
+    for pipeline in workers.pipelines:
+        pipeline.abort()
+    tallies = [repr([bucket.tally for bucket in pipeline.buckets]) for pipeline in workers.pipelines]
+    return [{**one.state_dict(), "tallies": it} for one, it in zip(workers.pipelines, tallies, strict=True)]
 
 
-def held(pipeline: Pipeline) -> dict[str, Any]:
-    pipeline.abort()
-    return {**pipeline.state_dict(), "tallies": repr([bucket.tally for bucket in pipeline.buckets])}
+def moments_of(case: Case, backend: Backend, *untils: str) -> dict[str, list[dict[str, Any]]]:
+    """What workers hold at each moment. "whole" is none where a step that is given up leaves no trace."""
+    undoes = case.undoes or case.scale is not None
+    return {until: held(Workers(case, backend, until)) for until in untils if not (undoes and until == "whole")}
 
 
 def matching(kept: dict[str, Any], moments: dict[str, dict[str, Any]], name: str, *, exact: bool) -> set[str]:
@@ -203,113 +205,80 @@ def matching(kept: dict[str, Any], moments: dict[str, dict[str, Any]], name: str
 
 @pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name.startswith("numpy")], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_an_exception_at_any_line_loses_nothing(name: str, backend: Any) -> None:
+def test_an_exception_at_any_line_loses_nothing(name: str, backend: Backend) -> None:
     """Another one comes while the step is given up."""
     case = CASES[name]
-    moments = {until: held(Worker(case, backend, until).pipeline) for until in ("before", "whole", "after")}
-    number, _ = traced(Worker(case, backend, "before").take_step)
+    moments = moments_of(case, backend, "before", "whole", "after")
+    number, _ = traced(Workers(case, backend, "before").take_step)
     # Every backend has its turn: they share all but the operations on arrays.
-    first = sum(map(ord, name)) + EVERY * BACKENDS.index(backend)
-    aborting, swallowed, places = 30, 0, range(1 + first % (2 * EVERY), number + 1, 2 * EVERY)
+    first, stride = sum(map(ord, name)) + EVERY * BACKENDS.index(backend), (1 + case.world) * EVERY
+    aborting, swallowed, places = 30, 0, range(1 + first % stride, number + 1, stride)
     for at in places:
-        worker = Worker(case, backend, "before")
-        pipeline, abort = worker.pipeline, worker.pipeline.abort
-        # The adapter's own attempt is left out.
-        pipeline.abort = lambda: None  # type: ignore[method-assign]
-        _, place = traced(worker.take_step, at)
-        pipeline.abort = abort  # type: ignore[method-assign]
+        workers = Workers(case, backend, "before")
+        aborts = [pipeline.abort for pipeline in workers.pipelines]
+        for pipeline in workers.pipelines:
+            # The adapter's own attempt is left out.
+            pipeline.abort = lambda: None  # type: ignore[method-assign]
+        _, place = traced(workers.take_step, at)
+        for pipeline, abort in zip(workers.pipelines, aborts, strict=True):
+            pipeline.abort = abort  # type: ignore[method-assign]
         if place is None:
             # It has come while Python removed a generator.
             swallowed += 1
             continue
-        lines, too = traced(abort, 1 + at % aborting)
-        aborting = max(aborting, lines)
-        check(worker, moments, f"{place}, then {too}")
+        for abort in aborts:
+            lines, too = traced(abort, 1 + at % aborting)
+            aborting = max(aborting, lines)
+        check(workers, moments, f"{place}, then {too}")
     assert number > 300 and swallowed < 3 + len(places) // 20
 
 
-@pytest.mark.parametrize("name", ["momentum", "rates", "rates-undone"])
-def test_giving_up_may_be_interrupted_at_any_line(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("momentum", "abort"), ("rates", "abort"), ("rates-undone", "abort"), ("undone-nan", "end_step")],
+)
+def test_the_end_of_a_step_may_be_interrupted_at_any_line(name: str, end: str) -> None:
     """Twice: what has been taken returns once, in the unit of before the step."""
-    case, backend = CASES[name], next(one for one in BACKENDS if one.name == "numpy")
+    case = CASES[name]
 
-    def in_a_step() -> Worker:
-        worker = Worker(case, backend, "before")
-        worker.pipeline.start_step(worker.gradients().values())
-        for parameter, gradient in worker.gradients().items():
-            bucket = None if parameter == DENSE else worker.pipeline.arrive(parameter, gradient, worker.rate)
-            if bucket is not None:
-                bucket.begin()
-        return worker
+    def in_a_step() -> Workers:
+        workers = Workers(case, ORACLE, "before")
+        for pipeline, bucket in workers.arrive():
+            message = bucket.begin().message
+            if end == "end_step":
+                pipeline.advance(bucket, message, 1.0, lambda slots, reduced: None)
+        return workers
 
-    moments = {until: held(Worker(case, backend, until).pipeline) for until in ("before", "whole")}
-    number, _ = traced(in_a_step().pipeline.abort)
+    moments = moments_of(case, ORACLE, "before", "whole")
+    number, _ = traced(getattr(in_a_step().pipelines[0], end))
     for at in range(1, number + 1):
-        worker = in_a_step()
-        for _ in range(2):
-            _, place = traced(worker.pipeline.abort, at)
-        check(worker, moments, f"{place}, twice")
+        workers = in_a_step()
+        for action in (end, "abort"):
+            _, place = traced(getattr(workers.pipelines[0], action), at)
+        check(workers, moments, f"{place}, twice")
 
 
-def test_a_step_that_fails_leaves_no_trace_though_its_end_was_interrupted() -> None:
-    case, backend = CASES["undone"], next(one for one in BACKENDS if one.name == "numpy")
-
-    def in_a_step() -> Pipeline:
-        pipeline = Worker(case, backend, "before").pipeline
-        pipeline.start_step([])
-        for parameter, shape in SHAPES.items():
-            bucket = None if parameter == DENSE else pipeline.arrive(parameter, np.ones(shape, np.float32))
-            if bucket is not None:
-                pipeline.advance(bucket, bucket.begin().message, 1.0, lambda slots, reduced: None)
-        pipeline.note_not_finite(f"parameter {DENSE!r}")
-        return pipeline
-
-    before = held(Worker(case, backend, "before").pipeline)
-    number, _ = traced(in_a_step().end_step)
-    for at in range(1, number + 1):
-        pipeline = in_a_step()
-        _, place = traced(pipeline.end_step, at)
-        kept = held(pipeline)
-        assert kept["adaptive"] == before["adaptive"] and kept["tallies"] == before["tallies"], place
-        for name, residual in before["residuals"].items():
-            np.testing.assert_array_equal(kept["residuals"][name], residual, place)
-
-
-@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name.startswith("numpy")], ids=str)
-@pytest.mark.parametrize("exchange", [Balanced(), Hierarchical()], ids=repr)
-def test_an_exception_at_any_line_loses_nothing_of_what_workers_own(exchange: Exchange, backend: Any) -> None:
-    settings = {"exchange": exchange}
-    untils = {
-        until: [held(one) for one in Group(backend, settings, until).pipelines]
-        for until in ("before", "whole", "after")
-    }
-    number, _ = traced(Group(backend, settings, "before").take_step)
-    for at in range(1, number + 1, 5 * EVERY):
-        group = Group(backend, settings, "before")
-        _, place = traced(group.take_step, at)
-        assert place is not None
-        for rank, pipeline in enumerate(group.pipelines):
-            check_held(held(pipeline), {until: all_held[rank] for until, all_held in untils.items()}, place, exact=True)
-        states = [pipeline.state_dict() for pipeline in group.pipelines]
-        for pipeline, state in zip(group.pipelines, states, strict=True):
-            # Some workers may have ended the step.
-            pipeline.load_state_dict({**state, "adaptive": states[0]["adaptive"]})
-        group.take_step()
-
-
-def check(worker: Worker, moments: dict[str, dict[str, Any]], place: str) -> None:
-    kept = held(worker.pipeline)
-    check_held(kept, moments, place, exact=worker.case.rates == (0.5,))
+def check(workers: Workers, moments: dict[str, list[dict[str, Any]]], place: str) -> None:
+    kept = held(workers)
+    for rank, mine in enumerate(kept):
+        of_rank = {until: everyone[rank] for until, everyone in moments.items()}
+        check_held(mine, of_rank, place, exact=workers.case.rates == (0.5,))
+    for pipeline in workers.pipelines[1:]:
+        # Some workers may have ended the step.
+        pipeline.load_state_dict({**pipeline.state_dict(), "adaptive": kept[0]["adaptive"]})
     # The next step.
-    worker.step = SETTLED + 1
-    given, reduced = worker.gradients(), worker.take_step()
-    after = worker.reduce.state_dict()["residuals"]
-    if not (worker.case.settings or worker.case.scale):
-        for name in after:
-            np.testing.assert_array_equal(reduced[name] + after[name], kept["residuals"][name] + given[name], place)
-    assert all(np.isfinite(array).all() for array in (*after.values(), *reduced.values())), place
+    workers.step = SETTLED + 1
+    given, reduced = workers.gradients(), workers.take_step()
+    after = [pipeline.state_dict()["residuals"] for pipeline in workers.pipelines]
+    if not (workers.case.settings or workers.case.scale):
+        for name in after[0]:
+            np.testing.assert_array_equal(
+                reduced[name] + after[0][name], kept[0]["residuals"][name] + given[name], place
+            )
+    for arrays in (*after, reduced):
+        assert all(np.isfinite(array).all() for array in arrays.values()), place
     for _ in range(2):
-        worker.take_step()
+        workers.take_step()
 
 
 def check_held(kept: dict[str, Any], moments: dict[str, dict[str, Any]], place: str, *, exact: bool) -> None:
