@@ -66,7 +66,9 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
         for pipeline, of_worker in zip(pipelines, given_now, strict=True):
             pipeline.start_step(undoes=case.undoes)
             for name, gradient in of_worker.items():
-                pipeline.arrive(name, None if gradient is None else backend.array(gradient), rate)
+                given = None if gradient is None else backend.array(gradient)
+                pipeline.arrive(name, given, rate)
+                assert gradient is None or np.array_equal(backend.numpy(given), gradient, equal_nan=True)
         seen += _kept(backend, pipelines, f"step {number}, before the exchange")
         for count, buckets in enumerate(zip(*(pipeline.buckets for pipeline in pipelines), strict=True)):
             if number == case.given_up and count:
