@@ -20,11 +20,7 @@ from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.numpy.ops import NumpyOps
 
 OPS = NumpyOps()
-MAKERS: dict[str, Any] = {
-    "randomk": RandomK,
-    "randomblock": RandomBlock,
-}
-every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+every_kind = pytest.mark.parametrize("make", [RandomK, RandomBlock])
 
 
 def draw(compressor: Compressor, size: int, step: int, *, bucket: str = "b", position: int = 0) -> np.ndarray:
