@@ -45,11 +45,6 @@ def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"TopK 0.1: 2 buckets, 1700 entries, 1 parameters dense, kernels {kernels.variant()}"]
 
 
-def test_updates_are_refused() -> None:
-    with pytest.raises(ValueError, match="updates must be 'auto' or False with NumPy, got True"):
-        SparseAllreduce(None, TopK(0.1, updates=True))
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_types_are_kept(dtype: Any) -> None:
     reduce = SparseAllreduce(None, NoOp())
@@ -67,6 +62,8 @@ def test_what_is_refused() -> None:
     compressor: Any = TopK
     with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):
         SparseAllreduce(None, compressor)
+    with pytest.raises(ValueError, match="updates must be 'auto' or False with NumPy, got True"):
+        SparseAllreduce(None, TopK(0.1, updates=True))
     reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
     for dtype in (np.int64, np.complex128, np.longdouble):
@@ -104,11 +101,6 @@ def test_small_arrays_are_clipped_too(clip: Any, norms: tuple[float, float]) -> 
     reduced = SparseAllreduce(None, NoOp(clip=clip))(given)
     for (name, gradient), norm in zip(given.items(), norms, strict=True):
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)
-
-
-def test_a_learning_rate_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True"):
-        SparseAllreduce(None, TopK(0.1, lr_in_residual=True, warmup=None))(local(0))
 
 
 class Interruption(BaseException):

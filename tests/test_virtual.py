@@ -120,7 +120,7 @@ def test_the_worker_with_the_bad_gradient_is_named() -> None:
 
 def test_an_error_within_a_step_gives_it_up_on_all_workers() -> None:
     first, second = (VirtualWorkers(WORLD, TopK(0.1, lr_in_residual=True, warmup=None)) for _ in range(2))
-    with pytest.raises(ValueError, match="learning_rate must be given"):
+    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True"):
         first(gradients(0))
     assert outcome(first, gradients(1), 0.1) == outcome(second, gradients(1), 0.1)
 
