@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective
 from hypothesis import given
 from hypothesis import strategies as st
 from table import ORACLE, WITH_OPERATIONS, Backend
-from test_balanced import NUMEL, arrive, check_step, dyadic, flat, in_order, largest, pipelines_of, step
+from test_balanced import NUMEL, check_step, dyadic, flat, largest, pipelines_of, step
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.hierarchical import Hierarchical
@@ -26,8 +24,6 @@ from horovod_sparse.exchange.pairs import Pairs
 SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "exchange": Hierarchical()}
 GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
 """The host of each worker."""
-
-hosts = st.sampled_from(GRIDS)
 
 
 def reference(
@@ -53,7 +49,7 @@ def reference(
     return reduced, kept
 
 
-@given(groups=hosts, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
+@given(groups=st.sampled_from(GRIDS), seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 @pytest.mark.parametrize("between", [Pairs(), Pairs("packed")], ids=str)
 def test_every_step_is_as_in_dense_arrays(
@@ -109,86 +105,6 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
     assert pipelines[0].stats().last.total.bytes_sent == 4 * (2 + 7) + 4, (
         "one chunk, and 14 bits for each of 16 entries"
     )
-
-
-def index_of(number: int) -> Any:
-    """A change of an index in the message of worker 1."""
-
-    def change(pairs: Any) -> Any:
-        pairs[len(pairs) // 4, 0] = number
-        return pairs
-
-    return change
-
-
-def other_sign(pairs: Any) -> Any:
-    pairs[0, 1] ^= -(2**31)
-    return pairs
-
-
-DAMAGE: dict[str, tuple[int, list[int], Any, str]] = {
-    "values, shorter": (0, [2], lambda values: values[:-1], "disagree"),
-    "values, of another type": (0, [2], lambda values: values.astype(np.float64), "disagree"),
-    "pairs of one shard, shorter": (1, [2], lambda pairs: pairs[:-1], "disagree"),
-    "pairs of one shard, another index": (1, [2], index_of(97), "another copy than worker 0"),
-    "pairs of one shard, another value": (1, [0], other_sign, "another copy than worker 0"),
-    "all pairs, shorter, one copy": (2, [3], lambda pairs: pairs[:-1], "disagree"),
-    "all pairs, another index, one copy": (2, [3], index_of(97), "worker 3 has received another copy than worker 0"),
-    "all pairs, another value, one copy": (2, [1], other_sign, "worker 1 has received another copy than worker 0"),
-    "all pairs, another index": (2, [0, 1, 2, 3], index_of(97), "the message of worker 1 for bucket 'b' is damaged"),
-    "all pairs, a negative index": (2, [0, 1, 2, 3], index_of(-4), "the message of worker 1 for bucket 'b' is damaged"),
-}
-"""The round, who receives something else, what, and what all ranks say."""
-
-
-def step_with(backend: Backend, pipelines: list[Pipeline], damage: tuple[int, list[int], Any]) -> list[str]:
-    """The errors of all ranks in a step in which some of them receive something else; "" where there is none."""
-    buckets, errors = [one.buckets[0] for one in pipelines], []
-    following = [bucket.begin() for bucket in buckets]
-    for number in range(4):
-        answers = collective(backend, following)
-        for rank in damage[1] if number == damage[0] else ():
-            answers[rank] = backend.array(damage[2](backend.numpy(answers[rank]).copy()))
-        if number < 3:
-            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-    for pipeline, bucket, answer in zip(pipelines, buckets, answers, strict=True):
-        try:
-            pipeline.advance(bucket, answer, 1.0, lambda slots, reduced: None)
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-def test_what_one_rank_or_all_receive_damaged_is_an_error_on_all(backend: Backend, name: str) -> None:
-    """None is left waiting, and none applies what another refuses."""
-    number, ranks, change, text = DAMAGE[name]
-    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, warmup=None, **SETTINGS))
-    gradients = dyadic(np.random.default_rng(4), 4)
-    arrive(backend, pipelines, gradients)
-    errors = step_with(backend, pipelines, (number, ranks, change))
-    assert all(text in error for error in errors), errors
-    for pipeline, gradient in zip(pipelines, gradients, strict=True):
-        pipeline.abort()
-        np.testing.assert_array_equal(flat(backend, pipeline), in_order(gradient))
-
-
-@pytest.mark.parametrize("sender", [0, 1])
-def test_nan_among_received_values_fails_the_step_and_is_not_kept(sender: int) -> None:
-    def nan_from(values: Any) -> Any:
-        values[sender * len(values) // 2 + 3] = np.nan
-        return values
-
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, warmup=None, **SETTINGS))
-    gradients = dyadic(np.random.default_rng(4), 4)
-    arrive(ORACLE, pipelines, gradients)
-    assert step_with(ORACLE, pipelines, (0, [2], nan_from)) == [""] * 4
-    for pipeline, gradient in zip(pipelines, gradients, strict=True):
-        with pytest.raises(FloatingPointError, match="holds NaN or infinity"):
-            pipeline.end_step()
-        np.testing.assert_array_equal(flat(ORACLE, pipeline), in_order(gradient))
 
 
 # --- hosts and slots ---
