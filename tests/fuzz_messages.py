@@ -1,8 +1,8 @@
 """Damaged messages for the receiving side of every backend: each is refused with one error, or decoded within bounds.
 
-Messages that real compressors have made (`receivers`) are changed (`damage`), and given to the receiving code. Every
-backend receives as another rank. It must come to the outcome that the specification asks for (`wire`), with the same error to
-the last letter or with the same sums, and it must write nothing beyond the memory it was given.
+Messages that real compressors have made (`receivers`) are changed (`damage`), and given to the receiving code of every
+backend. It must come to the outcome that the specification asks for (`wire`), with the same error to the last letter or with
+the same sums, and it must write nothing beyond the memory it was given.
 
 Some messages go the whole way: through the exchange, together with those of other workers. There the first damaged
 message hides the others. So all others are judged one by one, many in a call, and those that are right are added up together.
@@ -242,7 +242,7 @@ def fuzz(name: str, backends: Sequence[Backend], messages: int, seed: int, whole
         whole: the share of the messages that go through exchanges; all do that hold values only.
     """
     recorded, random = record(CASES[name]), Random(f"{name} {seed}")
-    receivers = [Receiver(backend, recorded, number % WORLD) for number, backend in enumerate(backends)]
+    receivers = [Receiver(backend, recorded) for backend in backends]
     quick = [receiver for receiver in receivers if receiver.backend.name in QUICK]
     alone = isinstance(recorded.exchange, JUDGED)
     counts: Counter[str] = Counter()
