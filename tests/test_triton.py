@@ -60,23 +60,14 @@ BY_SAMPLE = 2
 class Worker:
     """One worker with one bucket, beside the oracle's residual."""
 
-    def __init__(
-        self,
-        compressor: Any,
-        sizes: list[int],
-        *,
-        block: int = BLOCK,
-        chunk: int = CHUNK,
-    ) -> None:
+    def __init__(self, compressor: Any, sizes: list[int], *, block: int = BLOCK, chunk: int = CHUNK) -> None:
         self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
         self.state = compressor.new_state()
         self.residual = torch.zeros(sum(sizes))
-        rule = rule_of(compressor)
-        assert rule is not None
-        self.rule = rule
-        ratio = compressor.target_count(sum(sizes)) / sum(sizes)
-        self.bucket = DeviceBucket(rule, self.residual, None, sizes, ratio, block=block, chunk=chunk, groups=GROUPS)
+        self.rule: Any = rule_of(compressor)
         self.k = compressor.target_count(sum(sizes))
+        of_tiles: Any = {"block": block, "chunk": chunk, "groups": GROUPS}
+        self.bucket = DeviceBucket(self.rule, self.residual, None, sizes, self.k / sum(sizes), **of_tiles)
         self.capacity = compressor.message_capacity(sum(sizes), self.k, 1)
 
     def accumulate(self, gradient: np.ndarray) -> np.ndarray:
@@ -225,14 +216,6 @@ def test_accumulate_takes_gradients_of_every_type(kind: torch.dtype | None, mome
     """Without a gradient it measures."""
     gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
     check_accumulate(sample(70, np.float32, 0), gradient, 0.5, 1.0, sample(70, np.float32, 2), momentum, rate)
-
-
-def test_accumulate_follows_strides() -> None:
-    gradient = torch.from_numpy(sample(70, np.float32, 1)).view(7, 10)
-    buffer, expected = torch.zeros(70), gradient.t().contiguous().view(-1)
-    bucket = DeviceBucket(Measuring(1.0, 1.0), buffer, None, [70], 0.1, block=BLOCK, chunk=CHUNK)
-    bucket.accumulate([(Slot("", 0, 70, (70,)), gradient.t())], NO_STATE, 1)
-    np.testing.assert_array_equal(buffer.numpy(), expected.numpy())
 
 
 ANY = st.floats(width=32)
