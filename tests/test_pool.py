@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from horovod_sparse.kernels.pool import ALIGNMENT, BufferPool
-
-
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def address(array: np.ndarray) -> int:
@@ -70,35 +60,31 @@ def test_what_is_forgotten_is_given_back() -> None:
     assert not any(pool._spare.values())
 
 
-@pytest.mark.usefixtures("hasty_threads")
 @pytest.mark.full
 def test_threads_share_it() -> None:
     """Nobody gets what another one looks at, whoever gives it back: by the last view, by garbage collection, by forgetting."""
-    pool, wrong = BufferPool(), []
-    handed_over: list[np.ndarray] = []
+    pool, handed_over = BufferPool(), list[np.ndarray]()
 
     def work(number: int) -> None:
-        try:
-            for turn in range(400):
-                array = pool.lend(8, "float64")
-                array[:] = number
-                cycle: list[object] = [array[3:]]
-                cycle.append(cycle)
-                # Whoever clears the list gives these back.
-                handed_over.append(array[:2])
-                if turn % 3 == 0:
-                    handed_over.clear()
-                if turn % 200 == 0:
-                    gc.collect()
-                    pool.forget()
-                if (array != number).any():
-                    wrong.append(f"thread {number} reads {array}")
-        except Exception as error:
-            wrong.append(repr(error))
+        for turn in range(400):
+            array = pool.lend(8, "float64")
+            array[:] = number
+            cycle: list[object] = [array[3:]]
+            cycle.append(cycle)
+            # Whoever clears the list gives these back.
+            handed_over.append(array[:2])
+            if turn % 3 == 0:
+                handed_over.clear()
+            if turn % 200 == 0:
+                gc.collect()
+                pool.forget()
+            assert (array == number).all(), f"thread {number} reads {array}"
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[:3]
+    before = sys.getswitchinterval()
+    # Threads take turns as often as they can.
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -138,19 +139,15 @@ class Comm:
 
 def run(world: int, work: Callable[[Comm], Any]) -> list[Any]:
     """Run `work` on every worker; return what it returns, or the exception that it raises."""
-    workers, outcomes = _Workers(world), [None] * world
+    workers = _Workers(world)
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> Any:
         try:
-            outcomes[rank] = work(Comm(workers, rank))
+            return work(Comm(workers, rank))
         except BaseException as error:
-            outcomes[rank] = error  # type: ignore[call-overload]
+            return error
         finally:
             workers.leave()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(one, range(world)))
