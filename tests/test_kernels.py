@@ -375,23 +375,21 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
     for first, gradient in ((0, long), (1, short), (-1, short), (2**62, short)):
         with pytest.raises(ValueError, match="gradients must be within the residual's 3 elements"):
             ONE.accumulate(short, [(0, short[:1]), (first, gradient)])
-    with pytest.raises(ValueError, match="velocity must be like the residual"):
-        ONE.accumulate(long, [(0, long)], moving=Moving(short, Momentum(0.9)))
-    with pytest.raises(ValueError, match="must be contiguous, aligned and writable, got one of 3"):
-        ONE.accumulate(np.zeros(6, np.float32)[::2], [(0, short)])
-    with pytest.raises(ValueError, match="indices must be of int64, got int32"):
-        ONE.take(long, np.array([0, 1], np.int32))
-    message = ONE.pack(np.array([0]), np.ones(1, np.float32), 1)
-    with pytest.raises(ValueError, match="a part must be of float32 or float64 in the host's memory, got float16"):
-        ONE.assembler(message, [1], 1.0)([(0, np.zeros(3, np.float16))])
-    with pytest.raises(ValueError, match="values must be of float32, got float64"):
-        ONE.pack(np.array([0]), np.ones(1), 1)
-    with pytest.raises(ValueError, match="there must be as many values as indices, got 2 and 1"):
-        ONE.pack(np.array([0]), np.ones(2, np.float32), 2)
-    with pytest.raises(ValueError, match="there must be at most 1 indices, got 2"):
-        ONE.pack(np.array([0, 1]), short[:2], 1)
-    with pytest.raises(ValueError, match="messages must be of int32, got int64"):
-        ONE.rows_in_use(message.astype(np.int64), 1, 3)
+    one, two, half, how = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros(3, np.float16), Momentum(0.9)
+    first, message = np.array([0]), ONE.pack(np.array([0]), one, 1)
+    write = ONE.assembler(message, [1], 1.0)
+    for refused, text in (
+        (lambda: ONE.accumulate(long, [(0, long)], Moving(short, how)), "velocity must be like the residual"),
+        (lambda: ONE.accumulate(long[:3:2], [(0, two)]), "must be contiguous, aligned and writable, got one of 2"),
+        (lambda: ONE.take(long, np.array([0, 1], np.int32)), "indices must be of int64, got int32"),
+        (lambda: write([(0, half)]), "a part must be of float32 or float64 in the host's memory, got float16"),
+        (lambda: ONE.pack(first, np.ones(1), 1), "values must be of float32, got float64"),
+        (lambda: ONE.pack(first, two, 2), "there must be as many values as indices, got 2 and 1"),
+        (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be at most 1 indices, got 2"),
+        (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            refused()
 
 
 def test_a_read_only_array_is_not_written_to() -> None:

@@ -118,9 +118,8 @@ def test_what_was_joined_comes_apart_again(backend: Backend, left_out: tuple[int
 
 @on_every_backend
 def test_all_finite(backend: Backend) -> None:
-    assert backend.ops.all_finite(backend.array(np.full((3, 4), 3e38, np.float32))), (
-        "a sum that overflows is no infinity"
-    )
+    # A sum that overflows is no infinity.
+    assert backend.ops.all_finite(backend.array(np.full((3, 4), 3e38, np.float32)))
     for bad in (np.nan, np.inf, -np.inf):
         array = np.zeros((3, 4), np.float32)
         array[2, 3] = bad

@@ -160,22 +160,16 @@ def check_accumulate(
     rate: float = 1.0,
 ) -> None:
     """The parameter stands between two others, at an offset that no vector is aligned with."""
-    around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
-    buffer = torch.from_numpy(np.concatenate(around))
-    moving = None
+    buffer = torch.from_numpy(np.pad(residual, (3, 2), constant_values=9))
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
-    expected = residual.copy()
-    if momentum is None:
-        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], rate=rate)
-    else:
-        moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
-        velocity = velocity.copy()
-        how = Moving(velocity, momentum)
-        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
-    sizes = [len(part) for part in around]
+    expected, velocity = residual.copy(), np.zeros_like(residual) if velocity is None else velocity.copy()
+    moving = None if momentum is None else torch.from_numpy(np.pad(velocity, (3, 2)))
+    how = None if momentum is None else Moving(velocity, momentum)
+    (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
+    sizes = [3, residual.size, 2]
     bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
     bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], NO_STATE, 1, momentum, rate)
-    np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
+    np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
     assert_sums(sums_of(bucket), expected, cut, floor, not_finite)
