@@ -376,15 +376,15 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         with pytest.raises(ValueError, match="gradients must be within the residual's 3 elements"):
             ONE.accumulate(short, [(0, short[:1]), (first, gradient)])
     one, two, half, how = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros(3, np.float16), Momentum(0.9)
-    first, message = np.array([0]), ONE.pack(np.array([0]), one, 1)
+    some, message = np.array([0]), ONE.pack(np.array([0]), one, 1)
     write = ONE.assembler(message, [1], 1.0)
     for refused, text in (
         (lambda: ONE.accumulate(long, [(0, long)], Moving(short, how)), "velocity must be like the residual"),
         (lambda: ONE.accumulate(long[:3:2], [(0, two)]), "must be contiguous, aligned and writable, got one of 2"),
         (lambda: ONE.take(long, np.array([0, 1], np.int32)), "indices must be of int64, got int32"),
         (lambda: write([(0, half)]), "a part must be of float32 or float64 in the host's memory, got float16"),
-        (lambda: ONE.pack(first, np.ones(1), 1), "values must be of float32, got float64"),
-        (lambda: ONE.pack(first, two, 2), "there must be as many values as indices, got 2 and 1"),
+        (lambda: ONE.pack(some, np.ones(1), 1), "values must be of float32, got float64"),
+        (lambda: ONE.pack(some, two, 2), "there must be as many values as indices, got 2 and 1"),
         (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be at most 1 indices, got 2"),
         (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
     ):

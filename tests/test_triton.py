@@ -44,6 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ORACLE = NumpyOps()
 BLOCK, CHUNK, GROUPS = 64, 16, 2
+BY_SAMPLE = 2
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "topk": TopK,
     "threshold": lambda ratio, **options: Threshold(2.0, ratio=ratio, **options),
@@ -54,9 +55,6 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 for_all = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
 
 
-BY_SAMPLE = 2
-
-
 class Worker:
     """One worker with one bucket, beside the oracle's residual."""
 
@@ -64,8 +62,8 @@ class Worker:
         self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
         self.state = compressor.new_state()
         self.residual = torch.zeros(sum(sizes))
-        self.rule: Any = rule_of(compressor)
-        self.k = compressor.target_count(sum(sizes))
+        self.rule, self.k = rule_of(compressor), compressor.target_count(sum(sizes))
+        assert self.rule is not None
         of_tiles: Any = {"block": block, "chunk": chunk, "groups": GROUPS}
         self.bucket = DeviceBucket(self.rule, self.residual, None, sizes, self.k / sum(sizes), **of_tiles)
         self.capacity = compressor.message_capacity(sum(sizes), self.k, 1)
