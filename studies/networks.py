@@ -63,7 +63,7 @@ DDP = {
     "DDP PowerSGD rank 4": Row("--compression none", hook="PowerSGD 4"),
 }
 SIDCO = "SIDCo(0.01)"
-LOCAL = "LocalUpdates, TopK(0.03), packed, every 5"
+LOCAL = {every: f"LocalUpdates, TopK(0.03), packed, every {every}" for every in (5, 15)}
 SUITES = {
     "transformer": Suite(
         Task(
@@ -76,14 +76,18 @@ SUITES = {
         | {
             "dense averaging, every 5": Row("--compression none --every 5 --keep 0 --outer-lr 1"),
             "DiLoCo, every 15": Row("--compression none --every 15 --keep 0 --outer-lr 0.7 --outer-momentum 0.3"),
-            LOCAL: Row("--compression topk --ratio 0.03 --exchange packed --every 5"),
+            **{
+                title: Row(f"--compression topk --ratio 0.03 --exchange packed --every {every}")
+                for every, title in LOCAL.items()
+            },
             SIDCO: Row("--compression sidco --ratio 0.01"),
         },
         {
             **dict.fromkeys(DDP, "--epochs 2 --epoch-steps 60"),
             "dense averaging, every 5": "--epochs 2 --epoch-steps 30",
             "DiLoCo, every 15": "--epochs 2 --epoch-steps 45",
-            LOCAL: "--epochs 4 --epoch-steps 50",
+            LOCAL[5]: "--epochs 4 --epoch-steps 50",
+            LOCAL[15]: "--epochs 4 --epoch-steps 135",
             SIDCO: "--epochs 6 --epoch-steps 25",
         },
         "--epochs 2 --epoch-steps 8",
@@ -101,7 +105,7 @@ SUITES = {
 COLOURS = dict(
     zip(
         SUITES["transformer"].rows,
-        ("#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00"),
+        ("#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#d55e00"),
         strict=True,
     )
 )
