@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from process import python
 from test_step import EVERY, traced
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,15 +44,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def backward(model: nn.Module) -> None:
     model(torch.ones(2, 20)).sum().backward()
-
-
-def test_one_worker_sends_what_it_selects() -> None:
-    model, compression = make_model(), TopK(0.1, min_numel=0, warmup=None)
-    register(model, compression)
-    backward(model)
-    counts = [int(parameter.grad.count_nonzero()) for parameter in model.parameters()]
-    assert sum(counts) == 63
-    assert compression.stats().last.total.bytes_sent == 0
 
 
 def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,58 +249,39 @@ def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
 
 
 ALONE = """
-import sys
+import gc, sys
+from pathlib import Path
 sys.modules["horovod"] = None
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import horovod_sparse.torch as sparse
+
+def train():
+    model, compression = DistributedDataParallel(torch.nn.Linear(20, 30)), sparse.TopK(0.1, min_numel=0, warmup=None)
+    sparse.register(model, compression)
+    model(torch.ones(2, 20)).sum().backward()
+    assert sum(int(parameter.grad.count_nonzero()) for parameter in model.parameters()) == 63
+    assert compression.stats().last.total.bytes_sent == 0
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model, compression = DistributedDataParallel(torch.nn.Linear(20, 30)), sparse.TopK(0.1, min_numel=0, warmup=None)
-sparse.register(model, compression)
-model(torch.ones(2, 20)).sum().backward()
-assert compression.stats().last.total.count == 63
+train()
 assert not [name for name in sys.modules if name.startswith("horovod.")]
 try:
     sparse.DistributedOptimizer
 except AttributeError as error:
     print(error)
-"""
-
-
-def test_horovod_is_not_needed() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "horovod.torch cannot be imported" in done.stdout
-
-
-ENDING = """
-import gc
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-from horovod_sparse.torch import TopK, register
-
-def train():
-    model = DistributedDataParallel(torch.nn.Linear(20, 30))
-    register(model, TopK(0.1, min_numel=0, warmup=None))
-    model(torch.ones(2, 20)).sum().backward()
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-train()
 gc.collect()
 dist.destroy_process_group()
-print(*[thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()])
+print("threads:", *[thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()])
 """
 
 
-def test_no_thread_of_gloo_outlives_its_group() -> None:
-    """One that outlives Python can abort the process."""
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+def test_horovod_is_not_needed_and_no_thread_of_gloo_outlives_its_group() -> None:
+    """A thread that outlives Python can abort the process."""
+    done = python("-c", ALONE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout and "gloo" not in done.stdout
+    assert "horovod.torch cannot be imported" in done.stdout
+    assert "gloo" not in done.stdout.partition("threads: ")[2], done.stdout
 
 
 @pytest.mark.parametrize("make", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW], ids=["SGD", "AdamW"])

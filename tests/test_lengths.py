@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -71,18 +70,6 @@ def test_the_factor_has_bounds() -> None:
     lengths.load(None)
     lengths.note([1.0, 1.0, 1.999999])
     assert lengths.factor(4) == 1.0
-
-
-def test_a_saved_state_goes_on_alike() -> None:
-    lengths, resumed = Lengths(), Lengths()
-    lengths.note([1.0, 2.0, 9.0])
-    resumed.load(json.loads(json.dumps(lengths.state())))
-    for one in (lengths, resumed):
-        one.note([0.1, 0.2, 0.3])
-    assert resumed.state() == lengths.state()
-    # Compressors that exchange gradients have none.
-    resumed.load(None)
-    assert resumed.factor(4) == 1.0
 
 
 def test_sampled_positions_are_in_their_arrays_and_spread_over_all_entries() -> None:
