@@ -42,6 +42,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def backward(model: nn.Module) -> None:
     model(torch.ones(2, 20)).sum().backward()
 
@@ -58,22 +62,26 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("compression", "optimizer", "error", "text"),
+    ("compression", "make", "error", "text"),
     [
         (TopK, None, TypeError, "compression must be an instance, such as TopK"),
         ("TopK", None, TypeError, "compression must be a compressor of horovod_sparse.torch"),
         (TopK(0.1, lr_in_residual=True, warmup=None), None, ValueError, "optimizer must be given"),
         (DGC(0.1, warmup=None), None, ValueError, "optimizer must be given with MomentumCorrection"),
-        (DGC(0.1, momentum=0.9, warmup=None), {"momentum": 0.9}, ValueError, "optimizer must have momentum=0"),
+        (DGC(0.1, momentum=0.9, warmup=None), _momentum, ValueError, "optimizer must have momentum=0"),
+        (
+            TopK(0.1, warmup=None),
+            lambda parameters: torch.optim.AdamW([*parameters][:1]),
+            ValueError,
+            r"optimizer must have all parameters of the model .* got none of \['bias'\]",
+        ),
     ],
 )
-def test_what_cannot_be_registered_is_refused(
-    compression: Any, optimizer: Any, error: type[Exception], text: str
-) -> None:
+def test_what_cannot_be_registered_is_refused(compression: Any, make: Any, error: type[Exception], text: str) -> None:
     model = make_model()
-    given = None if optimizer is None else torch.optim.SGD(model.parameters(), lr=0.1, **optimizer)
+    optimizer = None if make is None else make(model.parameters())
     with pytest.raises(error, match=text):
-        register(model, compression, given)
+        register(model, compression, optimizer)
 
 
 def test_a_compressor_serves_one_model_in_ddp_which_has_one_hook() -> None:
@@ -135,7 +143,7 @@ def _steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
     ("make", "lost"),
     [
         (
-            lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+            _momentum,
             "SGD, .* its momentum moves after the selection",
         ),
         (torch.optim.Adam, "Adam, .* its updates are not exchanged in place of gradients"),
@@ -157,10 +165,6 @@ def test_an_optimizer_that_is_not_seen_causes_one_warning(hook: Any, make: Any, 
     del model, other, caught
     gc.collect()
     assert len(_global_optimizer_pre_hooks) <= hooks
-
-
-def _momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ MODULES = {
         "parameters hierarchical local updates detached compiled"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local updates ddp.updates ddp.sharded detached scaling compiled",
+    "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled",
 }
 """Where the scenarios of a framework are."""
 

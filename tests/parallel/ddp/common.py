@@ -39,3 +39,7 @@ def reduce(model: Any, gradients: Any) -> dict[str, np.ndarray]:
 
 def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.9) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +26,7 @@ from ..common import (
     assert_close,
     assert_identical,
     digest,
+    distributed,
     everyone,
     hvd,
     loss_of,
@@ -35,7 +38,7 @@ from ..common import (
     whole_numbers,
 )
 from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
-from .common import Exact, reduce, sgd, wrap
+from .common import Exact, adamw, reduce, sgd, wrap
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
@@ -218,18 +221,26 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
         np.testing.assert_array_equal(sum(one[name] for one in residuals), total[name], err_msg=name)
 
 
-@scenario(TORCHRUN_2, cases={"TopK": (TopK, 1.0), "SIDCo": (SIDCo, 0.05)})
-def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: float) -> None:
+@scenario(
+    TORCHRUN_2,
+    cases={
+        "TopK": (partial(TopK, 1.0), sgd),
+        "SIDCo": (partial(SIDCo, 0.05), sgd),
+        "updates": (partial(TopK, 0.02, warmup=None), adamw),
+    },
+)
+def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, step: Any) -> None:
     """DDP's `join`. At ratio 1 it is as without a sparsifier."""
     models = []
-    for compression in (None, make(ratio, granularity=BUCKET_BYTES)):
-        model = wrap(small_model(), compression)
-        with model.join():
-            train(model, sgd(model), range(4 + 3 * hvd.rank()))
+    for compression in (None, make(granularity=BUCKET_BYTES)):
+        model = small_model()
+        called, optimizer = distributed(model, step(model), compression)
+        with called.join():
+            train(called, optimizer, range(4 + 3 * hvd.rank()))
         assert_identical(model)
         models.append(model)
     assert compression.stats().steps == 7
-    if ratio == 1.0:
+    if compression.ratio == 1.0:
         assert_close(*models)
 
 
@@ -355,3 +366,79 @@ def other_steps_of_a_schedule_raise_on_all() -> None:
         compression.reset()
     text = raised(RuntimeError, lambda: train(model, optimizer, range(1)))
     assert "the ranks are in different steps of a ratio that changes, [2, 0]" in text, text
+
+
+# --- updates in place of gradients ---
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer on rank 0 only, and in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.uses = nn.Linear(32, 64), nn.Linear(64, 64), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return (self.second(hidden) if self.uses else hidden)[:, :10]
+
+
+@scenario(TORCHRUN_2, cases={"copied": (False,), "views": (True,)})
+def parameters_that_are_not_used_do_not_move(as_view: bool) -> None:
+    torch.manual_seed(1)
+    model = Sometimes()
+    wrapped, optimizer = distributed(
+        model,
+        adamw(model),
+        TopK(0.5, warmup=None, min_numel=0),
+        find_unused_parameters=True,
+        gradient_as_bucket_view=as_view,
+    )
+    for step in range(4):
+        model.uses = hvd.rank() == 0 and step > 1
+        before = digest(model.second.parameters())
+        optimizer.zero_grad()
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+        assert (digest(model.second.parameters()) == before) == (step < 2)
+        assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def accumulated_gradients_are_one_update() -> None:
+    results = []
+    for passes in (1, 2):
+        model = small_model()
+        wrapped, optimizer = distributed(model, adamw(model), TopK(0.02, warmup=None))
+        for step in range(4):
+            optimizer.zero_grad()
+            if passes == 2:
+                with wrapped.no_sync():
+                    (loss_of(wrapped, step) / 2).backward()
+            (loss_of(wrapped, step) / passes).backward()
+            optimizer.step()
+        assert_identical(model)
+        results.append(digest(model.parameters()))
+    assert results[0] == results[1]
+
+
+@scenario(TORCHRUN_2)
+def schedulers_and_step_go_together() -> None:
+    """Also a scheduler that was there first. Both replace `step`."""
+    results = []
+    for comes_first in (True, False):
+        model = small_model()
+        adam = adamw(model)
+        before = torch.optim.lr_scheduler.StepLR(adam, 2) if comes_first else None
+        wrapped, optimizer = distributed(model, adam, TopK(0.02, warmup=None))
+        scheduler = before or torch.optim.lr_scheduler.StepLR(adam, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(wrapped, step).backward()
+                optimizer.step()
+                scheduler.step()
+        assert_identical(model)
+        results.append(digest(model.parameters()))
+    assert results[0] == results[1]
