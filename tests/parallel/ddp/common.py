@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..common import distributed
+from ..common import distributed, loss_of
 
 
 class Exact(nn.Module):
@@ -35,6 +37,17 @@ def reduce(model: Any, gradients: Any) -> dict[str, np.ndarray]:
     model.zero_grad()
     model(gradients).backward()
     return {name: parameter.grad.numpy().copy() for name, parameter in model.module.named_parameters()}
+
+
+def train_in_passes(model: Any, optimizer: Any, passes: int) -> None:
+    """Four steps. Each adds up the gradients of so many backward passes."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for left in reversed(range(passes)):
+            # FSDP averages in every pass.
+            with model.no_sync() if left and isinstance(model, DistributedDataParallel) else nullcontext():
+                (loss_of(model, step) / passes).backward()
+        optimizer.step()
 
 
 def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.9) -> torch.optim.SGD:
