@@ -70,6 +70,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
         r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
     ),
+    "a velocity more": (
+        lambda state: _changed(state, "velocities", head=np.zeros((7, 11), np.float32)),
+        r"velocities must be .*; missing: \[\], unexpected: \['head'\].* and the same momentum",
+    ),
     "NaN": (_residual(np.nan), "must"),
     "infinity": (_residual(np.inf), "must"),
     "complex": (_residual(1j, np.complex64), "must"),
