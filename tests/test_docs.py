@@ -9,15 +9,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pages
 import pytest
-from driver import dense_sum, make_pipelines, take_step
+import test_balanced
 from process import ROOT, python
-from table import ORACLE
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor
@@ -29,11 +29,7 @@ PAGES = [*pages.pages(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 PYTHON_PAGES = [page for page in pages.pages() if any(block.runs for block in pages.blocks(page, "python"))]
 
 
-def page_id(page: Any) -> str:
-    return page.name if isinstance(page, Path) else str(page)
-
-
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=page_id)
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=attrgetter("name"))
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     # Empty lines first, so that an error names the line of the page.
     lines: list[str] = []
@@ -59,30 +55,17 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
 
 
-def test_the_exchange_of_the_page_loses_nothing() -> None:
+def test_the_exchange_of_the_page_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What three workers have sent and kept is what came, all of them get the same, and NaN fails the step of all."""
     page = ROOT / "docs" / "adding-a-compressor.md"
     (code,) = (block.text for block in pages.blocks(page, "python") if "class OfOne" in block.text)
     names: dict[str, Any] = {"np": np, "SparseAllreduce": SparseAllreduce}
     exec(code, names)
-    compressor = names["TopK"](0.1, min_numel=0, exchange=names["OfOne"](), not_finite="propagate", warmup=None)
-    pipelines = make_pipelines(ORACLE, compressor, {"p": (50,)}, workers=3)
-    rng, total = np.random.default_rng(0), np.zeros(50)
-    for step in range(6):
-        gradients = rng.integers(-99, 99, (3, 50)).astype(np.float32)
-        gradients[1, 7] = np.nan if step == 4 else 0
-        results = [result["p"] for result in take_step(ORACLE, pipelines, [{"p": one} for one in gradients])]
-        total += np.nan_to_num(gradients).sum(axis=0)
-        assert [parts is None for parts in results] == [step == 4] * 3
-        if step != 4:
-            reduced = [dense_sum(parts, 50) for parts in results]
-            assert all(one.tobytes() == reduced[0].tobytes() for one in reduced)
-            assert np.count_nonzero(reduced[0]) == 5
-            total -= reduced[0]
-        np.testing.assert_array_equal(sum(one.residuals.views["p"] for one in pipelines), total)
+    monkeypatch.setitem(test_balanced.OWNED, "of one", (names["OfOne"](), 3))
+    test_balanced.test_sent_and_kept_are_what_came("of one", "TopK", "float32")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
         # "../../actions" is a page of the repository's host.
@@ -111,7 +94,7 @@ READ = [page for page in pages.pages() if "evidence" not in page.parts]
 TABLE = re.compile(r"(?:^ *\|.*\n)+", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_lines_are_short(page: Path) -> None:
     text = TABLE.sub("", page.read_text(encoding="utf-8"))
     assert [line for line in text.splitlines() if len(line) > 120] == []
@@ -144,7 +127,7 @@ MODULE = re.compile(r"(?<!::: )\bhorovod_sparse(?:\.[a-z_]+)+")
 """Names in the API reference are those of functions and classes, too; `make docs` finds them or fails."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_files_and_modules_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in FILE.findall(text):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
 import re
@@ -29,12 +28,10 @@ for_all_classes = pytest.mark.parametrize("cls", COMPRESSORS, ids=lambda cls: cl
 @pytest.mark.parametrize(("framework", "mixin"), MIXINS.items())
 def test_the_adapters_have_a_line_for_every_compressor(framework: str, mixin: str) -> None:
     source = f"horovod_sparse/{framework}/compressors.py"
-    classes = {
-        ast.unparse(node) for node in ast.parse((ROOT / source).read_text()).body if isinstance(node, ast.ClassDef)
-    }
+    text = (ROOT / source).read_text()
     for cls in COMPRESSORS:
-        line = f"class {cls.__name__}({mixin}, compressors.{cls.__name__}): ..."
-        assert line.replace(": ...", ":\n    ...") in classes, f"add a line to {source}: {line}"
+        line = f"class {cls.__name__}({mixin}, compressors.{cls.__name__}): ...\n"
+        assert line in text, f"add a line to {source}: {line}"
 
 
 def test_the_table_of_the_laws_has_a_row_for_every_compressor() -> None:

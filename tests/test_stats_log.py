@@ -15,9 +15,6 @@ from horovod_sparse.contrib import stats_log
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.numpy import SIDCo, SparseAllreduce, StatsLog, TopK
 
-WRITER: Any = "a file"
-CLASS: Any = SparseAllreduce
-
 
 class Scalars:
     """A writer that keeps what it gets."""
@@ -138,17 +135,11 @@ def test_a_resumed_run_adds_its_lines_to_the_file(tmp_path: Path) -> None:
         ({"path": "x", "every": 0}, ValueError, "every must be >= 1, got 0"),
         ({"path": "x", "every": 0.5}, TypeError, "every must be an int >= 1, got 0.5"),
         ({"path": "x", "start": -1}, ValueError, "start must be >= 0, got -1"),
-        (
-            {"writer": WRITER},
-            TypeError,
-            f"writer must have a method add_scalar, as a SummaryWriter has, got {WRITER!r}",
+        ({"writer": "a file"}, TypeError, "must have a method add_scalar, as a SummaryWriter has, got 'a file'"),
+        *(
+            ({"path": "x", "compression": wrong}, TypeError, f"or a SparseAllreduce, got {wrong!r}")
+            for wrong in (TopK(0.1, warmup=None), SparseAllreduce)
         ),
-        (
-            {"path": "x", "compression": TopK(0.1, warmup=None)},
-            TypeError,
-            f"or a SparseAllreduce, got {TopK(0.1, warmup=None)!r}",
-        ),
-        ({"path": "x", "compression": CLASS}, TypeError, f"or a SparseAllreduce, got {CLASS!r}"),
     ],
 )
 def test_wrong_arguments_are_refused(
