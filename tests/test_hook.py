@@ -38,10 +38,6 @@ def make_model() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(20, 30))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -213,7 +209,8 @@ def test_complex_parameters_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "serve", [register, lambda model, compression: LocalUpdates(sgd(model), model.module, compression)]
+    "serve",
+    [register, lambda model, compression: LocalUpdates(_momentum(model.parameters()), model.module, compression)],
 )
 def test_a_dtensor_is_refused_by_name(serve: Any) -> None:
     model = make_model()

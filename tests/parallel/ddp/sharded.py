@@ -414,21 +414,30 @@ def more_replicas_send_what_fewer_have_kept() -> None:
 # --- what goes wrong ---
 
 
-@scenario(TORCHRUN_4, cases=_STEPS)
-def a_gradient_that_is_not_finite_raises_on_all_ranks(step: Callable[[Any], Any]) -> None:
-    """It is so in one shard, and the others exchange nothing with that."""
-    mesh = mesh_of(2)
-    model, optimizer = wrapped(small_model(), step, TopK(0.05, warmup=None), mesh)
-    train(model, optimizer, range(2))
+@scenario(TORCHRUN_4, cases={**_STEPS, "local updates": (None,)})
+def what_is_not_finite_in_one_shard_raises_on_all_ranks(step: Callable[[Any], Any] | None) -> None:
+    """The other shards exchange nothing with that. With local updates a parameter is not finite, in place of a gradient."""
+    mesh, compression, is_local = mesh_of(2), TopK(0.05, warmup=None), step is None
+    if step is None:
+        model = shard(small_model(), mesh["shard"])
+        optimizer: Any = LocalUpdates(adamw(model), model, compression, every=3, group=mesh["replicate"])
+    else:
+        model, optimizer = wrapped(small_model(), step, compression, mesh)
+    train(model, optimizer, range(6))
+    assert_same_shards(model, mesh)
     before = digest(here(model))
-    optimizer.zero_grad()
-    loss_of(model, 2).backward()
+    if is_local:
+        train(model, optimizer, range(6, 8))
+    else:
+        optimizer.zero_grad()
+        loss_of(model, 7).backward()
     if hvd.rank() == 1:
-        next(model.parameters()).grad.to_local()[0, 0] = float("nan")
-    message = raised(FloatingPointError, optimizer.step)
+        first = next(model.parameters())
+        (first.detach() if is_local else first.grad).to_local()[0, 0] = float("nan")
+    message = raised(FloatingPointError, optimizer.synchronize if is_local else optimizer.step)
     assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
     assert digest(here(model)) == before
-    train(model, optimizer, range(3, 6))
+    train(model, optimizer, range(8, 11))
     assert_same_shards(model, mesh)
 
 
@@ -514,22 +523,3 @@ def local_updates_of_one_shard_are_those_of_a_plain_model(ratio: float | None) -
         train(model, local, range(12))
         models.append(model)
     assert digest(here(models[1])) == digest(models[0].parameters())
-
-
-@scenario(TORCHRUN_4)
-def local_updates_go_on_after_a_shard_that_is_not_finite() -> None:
-    mesh = mesh_of(2)
-    model = shard(small_model(), mesh["shard"])
-    local = LocalUpdates(adamw(model), model, TopK(0.05, warmup=None), every=3, group=mesh["replicate"])
-    train(model, local, range(6))
-    assert_same_shards(model, mesh)
-    before = digest(here(model))
-    train(model, local, range(6, 8))
-    if hvd.rank() == 1:
-        with torch.no_grad():
-            next(model.parameters()).to_local()[0, 0] = float("nan")
-    message = raised(FloatingPointError, local.synchronize)
-    assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
-    assert digest(here(model)) == before
-    train(model, local, range(8, 11))
-    assert_same_shards(model, mesh)
