@@ -57,9 +57,10 @@ def test_the_factor_has_bounds() -> None:
     lengths.note([0.0, 1e-200, 1.0])
     assert lengths.factor(4) == 2.0
     # Steps that are not finite leave no trace.
+    before = lengths.state()
     for means in ([math.nan, 2.0, 9.0], [1.0, -math.inf, 9.0], [1.0, 2.0, math.nan], [1.0, 2.0, math.inf]):
         lengths.note(means)
-        assert lengths.factor(4) == 2.0
+        assert lengths.state() == before
     # Rounding can leave the mean longer than the updates.
     lengths.load(None)
     lengths.note([1.0, 1.0, 1.999999])
