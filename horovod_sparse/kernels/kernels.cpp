@@ -165,17 +165,12 @@ public:
     // Adds the entries of a piece that are above the bound; all of those are in these groups.
     void add(int64_t part, const T* piece, int64_t begin, int64_t count, uint32_t groups) {
         if (groups == 0) return;
-        const int64_t start = start_of(part) + numbers_[part], left = start_of(part + 1) - start;
-        const auto first = static_cast<int32_t>(first_ + begin);
-        T values[kPiece + kSlack];
-        if (left >= count + kSlack) {
-            T* const kept = values_ == nullptr ? values : values_ + start;
-            numbers_[part] += loops<T>().find(piece, count, groups, bound_, first, indices_ + start, kept);
-            return;
-        }
         int32_t indices[kPiece + kSlack];
+        T values[kPiece + kSlack];
+        const auto first = static_cast<int32_t>(first_ + begin);
         const int64_t found = loops<T>().find(piece, count, groups, bound_, first, indices, values);
-        const int64_t kept = std::min(found, std::max<int64_t>(0, left));
+        const int64_t start = start_of(part) + numbers_[part];
+        const int64_t kept = std::clamp<int64_t>(start_of(part + 1) - start, 0, found);
         std::copy_n(indices, kept, indices_ + start);
         if (values_ != nullptr) std::copy_n(values, kept, values_ + start);
         numbers_[part] += found;

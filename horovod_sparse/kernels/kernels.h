@@ -69,9 +69,9 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Returns the number of entries above a threshold. */
 int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads);
-/* Writes ascending indices of entries above the threshold, and returns how many entries are above it; n is at most 2^31.
-   `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more threads, room for twice
-   as many mostly suffices. */
+/* Writes ascending indices of entries above the threshold, which is not negative, and returns how many entries are above it;
+   n is at most 2^31. `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more
+   threads, room for twice as many mostly suffices. */
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is

@@ -175,6 +175,15 @@ INLINE void each_vector(const Work& work) {
     }
 }
 
+// Returns a group that has `left` elements before the end of the array: itself, or a copy in `rest` that ends in zeros.
+template <class T>
+INLINE const T* whole_group(const T* group, int64_t left, T* rest) {
+    if (left >= kGroup) return group;
+    __builtin_memset(rest, 0, kGroup * sizeof(T));
+    __builtin_memcpy(rest, group, left * sizeof(T));
+    return rest;
+}
+
 // --- the loops ---
 
 // Returns the new residual and updates the velocity.
@@ -264,7 +273,9 @@ template <class T, bool kLogs>
 void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut, Totals<T>& totals) {
     Running<T> sums(totals);
     const Bits<T> limit = Bits<T>{} + bound;
-    const auto do_group = [&](const T* group) ALWAYS {
+    for (int64_t i = 0; i < count; i += kGroup) {
+        T rest[kGroup];
+        const T* const group = whole_group(x + i, count - i, rest);
         each_vector<T>([&](int part) ALWAYS {
             const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(group + part * kLanes<T>));
             // Magnitudes that are not above the cut are replaced by the cut, and add nothing.
@@ -276,13 +287,6 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
                         totals.logs += __builtin_log(static_cast<double>(((Vector<T>)bits)[lane]) - cut);
             }
         });
-    };
-    int64_t i = 0;
-    for (; i + kGroup <= count; i += kGroup) do_group(x + i);
-    if (i < count) {
-        T rest[kGroup] = {};
-        __builtin_memcpy(rest, x + i, (count - i) * sizeof(T));
-        do_group(rest);
     }
     sums.write(totals);
 }
@@ -305,14 +309,8 @@ uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     uint32_t groups = 0;
     for (int64_t number = 0; number * kGroup < count; ++number) {
         Bits<T> most = {};
-        const T* group = x + number * kGroup;
         T rest[kGroup];
-        const int64_t left = count - number * kGroup;
-        if (left < kGroup) {
-            __builtin_memset(rest, 0, sizeof rest);
-            __builtin_memcpy(rest, group, left * sizeof(T));
-            group = rest;
-        }
+        const T* const group = whole_group(x + number * kGroup, count - number * kGroup, rest);
         each_vector<T>([&](int part) ALWAYS {
             most = larger(most, magnitude_bits<T>(load<Vector<T>>(group + part * kLanes<T>)));
         });
@@ -321,7 +319,8 @@ uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     return groups;
 }
 
-// Writes the entries of these groups that are above the bound, and their positions, counted from `first`. Returns their number.
+// Writes the entries of these groups that are above the bound, which is not negative, and their positions, counted from
+// `first`. Returns their number.
 template <class T>
 int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit bound, int32_t first, int32_t* positions,
              T* values) {
@@ -329,22 +328,8 @@ int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit b
     int64_t number = 0;
     for (; groups != 0; groups &= groups - 1) {
         const int32_t begin = kGroup * __builtin_ctz(groups);
-        const T* group = x + begin;
         T rest[kGroup];
-        if (begin + kGroup > count) {
-            // Zero is above a bound only if the bound is negative, and then all entries are above it.
-            const int64_t left = count - begin;
-            if (bound < 0) {
-                for (int64_t i = 0; i < left; ++i) {
-                    positions[number] = first + begin + static_cast<int32_t>(i);
-                    values[number++] = group[i];
-                }
-                continue;
-            }
-            __builtin_memset(rest, 0, sizeof rest);
-            __builtin_memcpy(rest, group, left * sizeof(T));
-            group = rest;
-        }
+        const T* const group = whole_group(x + begin, count - begin, rest);
         for (int at = 0; at < kGroup; at += kLanes<T>) {
             const auto vector = load<Vector<T>>(group + at);
             const bool lane_by_lane = WIDTH < 32 || sizeof(T) > sizeof(float);

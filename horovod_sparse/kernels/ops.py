@@ -71,7 +71,7 @@ class KernelOps(HostOps):
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         at = self._wide(x)
-        if at is None:
+        if at is None or threshold < 0.0:
             return super().select_above(x, threshold, capacity)
         # Memory that is not written to costs nothing, but a second pass does.
         room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
