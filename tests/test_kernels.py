@@ -384,8 +384,8 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         (lambda: ONE.take(long, np.array([0, 1], np.int32)), "indices must be of int64, got int32"),
         (lambda: write([(0, half)]), "a part must be of float32 or float64 in the host's memory, got float16"),
         (lambda: ONE.pack(some, np.ones(1), 1), "values must be of float32, got float64"),
-        (lambda: ONE.pack(some, two, 2), "there must be as many values as indices, got 2 and 1"),
-        (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be at most 1 indices, got 2"),
+        (lambda: ONE.pack(some, two, 2), "there must be up to 2 indices and values, got 1 and 2"),
+        (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be up to 1 indices and values, got 2 and 2"),
         (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -411,12 +411,12 @@ def test_a_read_only_array_is_not_written_to() -> None:
 IN_THREADS = """
 import hashlib, os, sys
 import numpy as np
-from horovod_sparse.kernels import available, share_threads
+from horovod_sparse.kernels import available, lib
 from horovod_sparse.numpy.compiled import CompiledOps
 assert available()
 if sys.argv[1] == "openmp":
     import torch
-assert share_threads() == (sys.argv[1] == "openmp")
+assert lib.hs_share_threads() == (sys.argv[1] == "openmp")
 x = np.random.default_rng(0).laplace(size=2**20 + 77).astype(np.float32)
 residual, before = x.copy(), len(os.listdir("/proc/self/task"))
 ops = CompiledOps(4)
@@ -441,14 +441,14 @@ IN_A_CHILD = """
 import os, sys
 import numpy as np
 import torch
-from horovod_sparse.kernels import available, share_threads
+from horovod_sparse.kernels import available, lib
 from horovod_sparse.numpy.compiled import CompiledOps
-assert available() and share_threads()
+assert available() and lib.hs_share_threads()
 x, ops = np.zeros(2**20, np.float32), CompiledOps(4)
 assert ops.count(x, 1.0) == 0
 child = os.fork()
 if child == 0:
-    os._exit(0 if ops.count(x, 1.0) == 0 and not share_threads() else 1)
+    os._exit(0 if ops.count(x, 1.0) == 0 and not lib.hs_share_threads() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

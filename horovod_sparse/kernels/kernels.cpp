@@ -14,7 +14,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <system_error>
@@ -39,11 +38,7 @@ std::atomic<const Variant*> chosen{&baseline::variant};
 
 template <class T>
 const Loops<T>& loops() {
-    const Variant& variant = *chosen.load(std::memory_order_relaxed);
-    if constexpr (sizeof(T) == 4)
-        return variant.of_float;
-    else
-        return variant.of_double;
+    return *chosen.load(std::memory_order_relaxed);
 }
 
 // Returns the bits that a magnitude must exceed to be above the threshold. All are above a negative threshold, none above NaN.
@@ -137,9 +132,9 @@ void in_parallel(int64_t n, int threads, const Work& work) {
         run_parts(parts, do_part);
 }
 
-// Calls block(part, begin, end, sums) for every block and adds up the sums in the order of the blocks.
+// Calls block(part, begin, end, sums) for every block, and returns all sums, added up in the order of the blocks.
 template <class Block>
-void sum_blocks(int64_t n, int threads, hs_sums* sums, const Block& block) {
+hs_sums sum_blocks(int64_t n, int threads, const Block& block) {
     std::vector<hs_sums> partial((n + kBlock - 1) / kBlock, hs_sums{});
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t number = first; number < end; ++number) {
@@ -147,62 +142,55 @@ void sum_blocks(int64_t n, int threads, hs_sums* sums, const Block& block) {
             block(part, begin, std::min(begin + kBlock, n), partial[number]);
         }
     });
-    *sums = hs_sums{};
-    for (const auto& one : partial) add_to(*sums, one);
+    hs_sums sums{};
+    for (const auto& one : partial) add_to(sums, one);
+    return sums;
 }
 
 // Collects entries above a bound in ascending order, as far as there is room. Each part of the work has its share of the room.
 template <class T>
-class Collector {
-public:
-    // `values` may be null. Indices are counted from `first`.
-    Collector(double threshold, int64_t first, int32_t* indices, T* values, int64_t room, int64_t parts)
-        : bound_(limit_bits<T>(threshold)), first_(first), indices_(indices), values_(values), room_(room),
-          numbers_(parts) {}
+struct Collector {
+    const typename Type<T>::Bit bound;
+    // Indices are counted from here.
+    const int64_t first;
+    int32_t* const indices;
+    // May be null.
+    T* const values;
+    const int64_t room;
+    // The number of entries that each part has found so far.
+    std::vector<int64_t> numbers;
+    bool complete = false;
 
-    typename Type<T>::Bit bound() const { return bound_; }
+    int64_t start_of(int64_t part) const { return room * part / static_cast<int64_t>(numbers.size()); }
 
     // Adds the entries of a piece that are above the bound; all of those are in these groups.
     void add(int64_t part, const T* piece, int64_t begin, int64_t count, uint32_t groups) {
         if (groups == 0) return;
-        int32_t indices[kPiece + kSlack];
-        T values[kPiece + kSlack];
-        const auto first = static_cast<int32_t>(first_ + begin);
-        const int64_t found = loops<T>().find(piece, count, groups, bound_, first, indices, values);
-        const int64_t start = start_of(part) + numbers_[part];
+        int32_t positions[kPiece + kSlack];
+        T entries[kPiece + kSlack];
+        const auto origin = static_cast<int32_t>(first + begin);
+        const int64_t found = loops<T>().find(piece, count, groups, bound, origin, positions, entries);
+        const int64_t start = start_of(part) + numbers[part];
         const int64_t kept = std::clamp<int64_t>(start_of(part + 1) - start, 0, found);
-        std::copy_n(indices, kept, indices_ + start);
-        if (values_ != nullptr) std::copy_n(values, kept, values_ + start);
-        numbers_[part] += found;
+        std::copy_n(positions, kept, indices + start);
+        if (values != nullptr) std::copy_n(entries, kept, values + start);
+        numbers[part] += found;
     }
 
     // Closes the gaps between the parts and returns how many entries are above the bound. `complete` becomes true if all of
     // them were kept, false if a part found more than its share. With one part, the first `room` entries are kept then.
     int64_t finish() {
         int64_t end = 0, number = 0;
-        for (int64_t part = 0; part < static_cast<int64_t>(numbers_.size()); ++part) {
-            const int64_t start = start_of(part), kept = std::min(numbers_[part], start_of(part + 1) - start);
-            std::copy_n(indices_ + start, kept, indices_ + end);
-            if (values_ != nullptr) std::copy_n(values_ + start, kept, values_ + end);
+        for (int64_t part = 0; part < static_cast<int64_t>(numbers.size()); ++part) {
+            const int64_t start = start_of(part), kept = std::min(numbers[part], start_of(part + 1) - start);
+            std::copy_n(indices + start, kept, indices + end);
+            if (values != nullptr) std::copy_n(values + start, kept, values + end);
             end += kept;
-            number += numbers_[part];
+            number += numbers[part];
         }
         complete = end == number;
         return number;
     }
-
-    bool complete = false;
-
-private:
-    int64_t start_of(int64_t part) const { return room_ * part / static_cast<int64_t>(numbers_.size()); }
-
-    const typename Type<T>::Bit bound_;
-    const int64_t first_;
-    int32_t* const indices_;
-    T* const values_;
-    const int64_t room_;
-    // The number of entries that each part has found so far.
-    std::vector<int64_t> numbers_;
 };
 
 // Sets infinite entries to the largest number of the type, and returns their number.
@@ -226,11 +214,10 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, boo
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
     const int64_t room = notes.complete ? notes.room - notes.found : 0;
-    Collector<T> collector(notes.cut, gradient.first, notes.indices + notes.found,
-                           static_cast<T*>(notes.values) + notes.found, room, parts);
-    std::vector<int64_t> not_finite(parts);
-    hs_sums sums;
-    sum_blocks(n, threads, &sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
+    std::vector<int64_t> not_finite(parts), numbers(parts);
+    T* const values = static_cast<T*>(notes.values) + notes.found;
+    Collector<T> collector{limit_bits<T>(notes.cut), gradient.first, notes.indices + notes.found, values, room, numbers};
+    const hs_sums sums = sum_blocks(n, threads, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
         Totals<T> totals;
         for (int64_t i = begin; i < end; i += kPiece) {
             const int64_t count = std::min(kPiece, end - i);
@@ -242,7 +229,7 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, boo
                 loops<T>().convert(given, gradient.type, i, count, converted);
             T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
             const uint32_t groups =
-                loop(residual + i, piece_of_velocity, piece, count, rates, collector.bound(), totals);
+                loop(residual + i, piece_of_velocity, piece, count, rates, collector.bound, totals);
             if (room > 0) collector.add(part, residual + i, i, count, groups);
         }
         totals.write(out);
@@ -262,14 +249,11 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, boo
 }
 
 template <class T>
-void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_sums* sums) {
+hs_sums measure(const T* x, int64_t n, double cut, bool with_logs, int threads) {
     const auto loop = with_logs ? loops<T>().measure_with_logs : loops<T>().measure;
     const double rounded = static_cast<double>(static_cast<T>(cut));
-    if (!std::isfinite(rounded)) {
-        *sums = hs_sums{};
-        return;
-    }
-    sum_blocks(n, threads, sums, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
+    if (!std::isfinite(rounded)) return {};
+    return sum_blocks(n, threads, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
         Totals<T> totals;
         loop(x + begin, end - begin, limit_bits<T>(cut), rounded, totals);
         totals.write(out);
@@ -278,21 +262,21 @@ void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_
 
 template <class T>
 int64_t count_above(const T* x, int64_t n, double threshold, int threads) {
-    hs_sums sums;
-    sum_blocks(n, threads, &sums, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
+    const auto count = [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
         out.count = loops<T>().count_above(x + begin, end - begin, limit_bits<T>(threshold));
-    });
-    return sums.count;
+    };
+    return sum_blocks(n, threads, count).count;
 }
 
 template <class T>
 int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, int64_t room, int threads,
                      int* complete) {
-    Collector<T> collector(threshold, 0, indices, nullptr, room, parts_of(n, threads));
+    const std::vector<int64_t> numbers(parts_of(n, threads));
+    Collector<T> collector{limit_bits<T>(threshold), 0, indices, nullptr, room, numbers};
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t i = first * kBlock; i < std::min(n, end * kBlock); i += kPiece) {
             const int64_t count = std::min(kPiece, n - i);
-            collector.add(part, x + i, i, count, loops<T>().groups_above(x + i, count, collector.bound()));
+            collector.add(part, x + i, i, count, loops<T>().groups_above(x + i, count, collector.bound));
         }
     });
     const int64_t found = collector.finish();
@@ -545,7 +529,7 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
 }
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
-    typed(x, type, [&](const auto* entries) { measure(entries, n, cut, with_logs != 0, threads, sums); });
+    *sums = typed(x, type, [&](const auto* entries) { return measure(entries, n, cut, with_logs != 0, threads); });
 }
 
 int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads) {
@@ -605,19 +589,4 @@ void hs_unquantize(int32_t* packed, int64_t length, int64_t chunks, int64_t worl
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {
     for (int64_t sender = 0; sender < world; ++sender)
         used[sender] = rows_in_use(indices + sender * capacity * stride, stride, capacity, n);
-}
-
-int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged) {
-    std::vector<int64_t*> ends{merged};
-    for (const int32_t* one = messages; one != messages + world * length; one += length) {
-        const int64_t used = rows_in_use(one + header, 1, length - header, n);
-        if (used < 0) return -1;
-        ends.push_back(std::copy_n(one + header, used, ends.back()));
-    }
-    // Merge the ascending runs, of which number r is [ends[r], ends[r + 1]).
-    const size_t runs = ends.size() - 1;
-    for (size_t width = 1; width < runs; width *= 2)
-        for (size_t first = 0; first + width < runs; first += 2 * width)
-            std::inplace_merge(ends[first], ends[first + width], ends[std::min(runs, first + 2 * width)]);
-    return std::unique(merged, ends.back()) - merged;
 }

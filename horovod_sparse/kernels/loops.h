@@ -75,11 +75,9 @@ INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
     low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
 }
-INLINE bool any_above(Bits<float> bits, Bits<float> limit) {
-    return _mm256_movemask_ps((__m256)(bits > limit)) != 0;
-}
-INLINE bool any_above(Bits<double> bits, Bits<double> limit) {
-    return _mm256_movemask_pd((__m256d)(bits > limit)) != 0;
+template <class B>
+INLINE bool any_above(B bits, B limit) {
+    return _mm256_movemask_epi8((__m256i)(bits > limit)) != 0;
 }
 
 INLINE int write_above(Vector<float> x, Bits<float> limit, int32_t position, int32_t* positions, float* values) {

@@ -93,15 +93,6 @@ class KernelOps(HostOps):
 
     # --- messages ---
 
-    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        at = self.memory(gathered)
-        if at is None:
-            return super().union(gathered, world, header, numel)
-        pointer, length = _messages(at, 1, world)
-        merged = np.empty(world * (length - header), np.int64)
-        found = lib.hs_union(pointer, length, header, world, numel, _written(merged))
-        return None if found < 0 else self.array(merged[:found])
-
     def take(self, x: Array, indices: Array) -> Array:
         at = self._wide(x)
         if at is None:
@@ -117,10 +108,8 @@ class KernelOps(HostOps):
         if at is None:
             return super().pack(indices, values, capacity)
         some, at = _of_type(INT64, "indices", self.memory(indices)), _of_type(FLOAT32, "values", at)
-        if some.numel != at.numel:
-            raise ValueError(f"there must be as many values as indices, got {at.numel} and {some.numel}")
-        if some.numel > capacity:
-            raise ValueError(f"there must be at most {capacity} indices, got {some.numel}")
+        if not some.numel == at.numel <= capacity:
+            raise ValueError(f"there must be up to {capacity} indices and values, got {some.numel} and {at.numel}")
         message = np.empty((capacity, 2), np.int32)
         lib.hs_pack(some.pointer(), at.pointer(), some.numel, capacity, _written(message))
         return self.array(message)

@@ -1,7 +1,6 @@
 // The loops of loops.h for several processors. One variant is chosen when the program runs.
 
-#ifndef HOROVOD_SPARSE_VARIANTS_H
-#define HOROVOD_SPARSE_VARIANTS_H
+#pragma once
 
 #include "kernels.h"
 
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <type_traits>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -21,18 +21,10 @@ namespace {
 
 // What the loops need to know about a residual's type: the bits of its magnitudes.
 template <class T>
-struct Type;
-
-template <>
-struct Type<float> {
-    using Bit = int32_t;
-    static constexpr Bit magnitude = 0x7fffffff, infinity = 0x7f800000;
-};
-
-template <>
-struct Type<double> {
-    using Bit = int64_t;
-    static constexpr Bit magnitude = 0x7fffffffffffffff, infinity = 0x7ff0000000000000;
+struct Type {
+    using Bit = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+    static constexpr int mantissa = std::numeric_limits<T>::digits - 1;
+    static constexpr Bit magnitude = std::numeric_limits<Bit>::max(), infinity = magnitude >> mantissa << mantissa;
 };
 
 static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559);
@@ -98,10 +90,7 @@ struct Loops {
     void (*convert)(const void*, int, int64_t, int64_t, T*);
 };
 
-struct Variant {
-    Loops<float> of_float;
-    Loops<double> of_double;
-};
+struct Variant : Loops<float>, Loops<double> {};
 
 // The processor's own prefetching ends at the end of a page, so this reaches one page ahead: further ahead, arrays that fit
 // into the last-level cache are slower. Prefetching an address that is not mapped does no harm.
@@ -203,5 +192,3 @@ const Named kVariants[] = {
 };
 
 }  // namespace
-
-#endif

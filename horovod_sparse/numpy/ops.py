@@ -107,11 +107,14 @@ class NumpyOps(Ops):
         return host
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        messages = [message[header:] for message in wire.split(gathered, world)]
-        if any(used in (None, wire.NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
+        merged = np.concatenate([message[header:] for message in wire.split(gathered, world)])
+        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(merged, world, numel)):
             return None
-        merged = np.unique(np.concatenate(messages)).astype(np.int64)
-        return merged[merged >= 0]
+        # A stable sort merges what ascends already.
+        merged.sort(kind="stable")
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].astype(np.int64)
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max
@@ -256,12 +259,8 @@ def _rows_in_use(indices: Array, numel: int) -> int | None:
     if indices[0] == wire.NOT_FINITE:
         return wire.NOT_FINITE
     used = int(np.count_nonzero(indices >= 0))
-    return used if ascend(indices[:used], numel) and (indices[used:] == wire.PADDING).all() else None
-
-
-def ascend(indices: Array, size: int) -> bool:
-    """Return whether indices ascend strictly within [0, size)."""
-    return not indices.size or bool(indices[0] >= 0 and indices[-1] < size and (indices[1:] > indices[:-1]).all())
+    ascends = (np.diff(indices[:used], prepend=-1, append=numel) > 0).all()
+    return used if ascends and (indices[used:] == wire.PADDING).all() else None
 
 
 def keep_finite(sums: Array) -> int:
