@@ -84,7 +84,7 @@ import horovod_sparse, horovod_sparse.kernels
 folder = pathlib.Path(horovod_sparse.__file__).parent
 assert folder.is_relative_to(sys.prefix), f"the wheel must be what is imported, got {{folder}}"
 assert (folder / "py.typed").is_file()
-print(horovod_sparse.kernels.compiled(), *(name for name in {ALL_MODULES} if importlib.util.find_spec(name)))
+print(bool(horovod_sparse.kernels.variants()), *(name for name in {ALL_MODULES} if importlib.util.find_spec(name)))
 """
 
 

@@ -45,4 +45,4 @@ def test_the_recipe_for_conda_says_what_pyproject_says() -> None:
 def test_make_setup_has_installed_what_tests_skip_without() -> None:
     for name in ("triton", "xdist", "mpi4py", "matplotlib", "sklearn"):
         assert find_spec(name) is not None, f"{name} is missing: run 'make clean setup'"
-    assert kernels.compiled(), "the kernels are missing: see .venv/setup.log"
+    assert kernels.variants(), "the kernels are missing: see .venv/setup.log"

@@ -15,13 +15,13 @@ from typing import Any
 
 from horovod_sparse.kernels.pool import BufferPool
 
-_native: Any
+ffi: Any
+lib: Any
 try:
     _native = import_module("horovod_sparse.kernels._native")
+    ffi, lib = _native.ffi, _native.lib
 except ImportError:
-    _native = None
-ffi: Any = _native and _native.ffi
-lib: Any = _native and _native.lib
+    ffi = lib = None
 
 pool = BufferPool()
 """Lends the memory for messages, and for entries that are noted while gradients are taken in."""
@@ -30,14 +30,16 @@ NAMES = ("avx512", "avx2", "baseline", "neon")
 """The names of all variants: three for x86-64, one for AArch64."""
 
 
-def compiled() -> bool:
-    """Return whether the kernels were compiled."""
-    return _native is not None
-
-
-def turned_off() -> bool:
-    """Return whether kernels are turned off, even if there are some. Raise ValueError if the variable has an unknown value."""
-    return _asked() == "off"
+def asked() -> str:
+    """Return "auto", "off" or the name of a variant, as HOROVOD_SPARSE_KERNELS says. Raise ValueError for anything else."""
+    said = os.environ.get(VARIABLE, "auto")
+    name = {"": "auto", "1": "auto", "0": "off"}.get(said, said)
+    if name not in ("auto", "off", *variants()):
+        raise ValueError(
+            f"{VARIABLE} must be auto, off or one of {', '.join(NAMES)}, and this processor runs "
+            f"{', '.join(variants()) or 'none, since the kernels were not compiled'}; got {said!r}"
+        )
+    return name
 
 
 def available() -> bool:
@@ -46,34 +48,16 @@ def available() -> bool:
     return name != "off" and bool(lib.hs_choose(name.encode()))
 
 
-def share_threads() -> bool:
-    """Use the threads of the framework's OpenMP runtime (`hs_share_threads`); return whether there is one."""
-    return bool(lib.hs_share_threads())
-
-
 def variant() -> str:
     """Return the name of the variant in use, or "off"."""
-    asked = _asked()
-    if not compiled():
-        return "off"
-    return variants()[0] if asked == "auto" else asked
+    name = asked()
+    return next(iter(variants()), "off") if name == "auto" else name
 
 
 @cache
 def variants() -> tuple[str, ...]:
     """Return the names of the variants that this processor runs, the fastest first; none without compiled kernels."""
-    if not compiled():
+    if lib is None:
         return ()
     names = iter(lib.hs_variant(number) for number in count())
     return tuple(ffi.string(name).decode() for name in takewhile(bool, names))
-
-
-def _asked() -> str:
-    said = os.environ.get(VARIABLE, "auto")
-    asked = {"": "auto", "1": "auto", "0": "off"}.get(said, said)
-    if asked not in ("auto", "off", *variants()):
-        raise ValueError(
-            f"{VARIABLE} must be auto, off or one of {', '.join(NAMES)}, and this processor runs "
-            f"{', '.join(variants()) or 'none, since the kernels were not compiled'}; got {said!r}"
-        )
-    return asked

@@ -99,7 +99,7 @@ def instruction_sets() -> list[str]:
 
 def _kernels() -> str:
     variant, fastest = kernels.variant(), kernels.variants()[:1]
-    if not kernels.compiled():
+    if not fastest:
         raise UserWarning("not compiled: framework operations are used")
     told = f"{variant}; this processor has {', '.join(instruction_sets()) or 'unknown instruction sets'}"
     if variant not in fastest:

@@ -18,7 +18,7 @@ def tensor_ops() -> TorchOps:
     """Return the array operations for tensors: with compiled kernels if there are any."""
     if not kernels.available():
         return TorchOps()
-    kernels.share_threads()
+    kernels.lib.hs_share_threads()
     return CompiledTorchOps()
 
 

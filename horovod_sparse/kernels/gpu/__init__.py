@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from horovod_sparse.kernels import turned_off
+from horovod_sparse.kernels import asked
 
 
 def available() -> bool:
     """Return whether Triton is installed and kernels are not turned off with HOROVOD_SPARSE_KERNELS=off."""
-    return find_spec("triton") is not None and not turned_off()
+    return find_spec("triton") is not None and asked() != "off"
