@@ -45,7 +45,10 @@ def generalized_pareto(mean: float, variance: float, ratio: float) -> float:
     shape = 0.5 * (1.0 - squared_mean_over_variance)
     scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
     log_survival = -math.log(ratio)
-    return scale * log_survival * _expm1_over(shape * log_survival)
+    x = shape * log_survival
+    # (exp(x) - 1)/x without cancellation near 0; for x > 700 a large number instead of an overflow.
+    expm1_over = 1.0 + x / 2.0 + x * x / 6.0 if abs(x) < 1e-4 else math.expm1(min(x, 700.0)) / x
+    return scale * log_survival * expm1_over
 
 
 def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = False) -> float:
@@ -97,8 +100,3 @@ def inverse_gamma_tail(shape: float, ratio: float) -> float:
         step = (math.log(tail) + level) * tail / density
         u += step
     return math.exp(u)
-
-
-def _expm1_over(x: float) -> float:
-    """Return (exp(x) - 1)/x without cancellation near 0; for x > 700 a large number instead of an overflow."""
-    return 1.0 + x / 2.0 + x * x / 6.0 if abs(x) < 1e-4 else math.expm1(min(x, 700.0)) / x

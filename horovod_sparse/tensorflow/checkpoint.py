@@ -59,7 +59,9 @@ def _shared(objects: Objects) -> bytes:
 
 def _arrays(objects: Objects, *, shared: bool) -> State:
     """Return the values of the variables that have the same one on every rank, or of the others, by object and number."""
-    local, arrays = _local_variables(objects), {}
+    # The gradients of these are not reduced, so that they differ between ranks.
+    local = frozenset(variable for one in objects.values() for variable in _distributed(one).local_variables)
+    arrays = {}
     for name, variables in _variables(objects).items():
         for number, variable in enumerate(variables):
             if np.dtype(plain(variable).dtype.as_numpy_dtype).hasobject:
@@ -150,11 +152,6 @@ def _distributed(one: Any) -> Any:
     """
     apply = getattr(getattr(one, "inner_optimizer", one), "apply", None)
     return apply if hasattr(apply, "local_variables") else _NOT_DISTRIBUTED
-
-
-def _local_variables(objects: Objects) -> frozenset[Any]:
-    """Return the variables whose gradients are not reduced, so that they differ between ranks."""
-    return frozenset(variable for one in objects.values() for variable in _distributed(one).local_variables)
 
 
 def passes_of(one: Any) -> int:

@@ -1,14 +1,9 @@
 """The seam to stock Horovod for TensorFlow: functions of its modules and methods of its classes, replaced in place.
 
-- `horovod.tensorflow._make_allreduce_grads_fn` makes the function that reduces gradients, for tapes and for all optimizers
-  except those of Keras 3.
-- Three methods of `_DistributedGradientTape`. `hvd.DistributedGradientTape` copies them into a new class at each call. The
-  replacements also take the variables of Keras 3.
-- `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
-  would silently train apart (see `keras.optimizer`).
-- `horovod.tensorflow.DistributedOptimizer`, which loses `op` and `groups` of Keras' optimizers.
-- What `hvd.join` calls, which must not be called with one of our compressors.
-- `Optimizer.apply` of Keras 3, once a tape has one of our compressors and Keras was imported.
+`hvd.DistributedGradientTape` copies the methods of `_DistributedGradientTape` into a new class at each call. The replacements
+also take the variables of Keras 3. Keras 3 calls none of the methods that Horovod's optimizers override, so replicas would
+silently train apart (see `keras.optimizer`). `horovod.tensorflow.DistributedOptimizer` loses `op` and `groups` of Keras'
+optimizers. `Optimizer.apply` of Keras 3 is replaced once a tape has one of our compressors and Keras was imported.
 
 Without one of our compressors the functions behave as before, except that optimizers of Keras 3 are distributed too.
 """
