@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from horovod.common import process_sets
 from horovod.torch import mpi_ops
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.core.stock import complete_global_set
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.exchange.protocols import Collective, Kind
 from horovod_sparse.torch.exchange import Collectives, as_line, from_lines
 from horovod_sparse.torch.group import Group
 
@@ -39,10 +39,10 @@ class HorovodGroup(Group):
         self._results: list[Tensor] = []
 
     def start(self, collective: Collective) -> Wait:
-        number = len(self._waits)
-        self._waits.append(
-            self._collectives.start(collective.kind, collective.message.contiguous(), str(number), collective.to)
-        )
+        number, kind = len(self._waits), collective.kind
+        # Horovod tells kinds apart as it does names.
+        name = f"{kind}.{number}"
+        self._waits.append(self._collectives.start(kind, collective.message.contiguous(), name, collective.to))
 
         def result() -> Tensor:
             while len(self._results) <= number:
@@ -67,7 +67,7 @@ class HorovodGroup(Group):
             yield
             self._collectives.end_step()
         except BaseException:
-            self._collectives.give_up(str(len(self._waits)))
+            self._collectives.give_up({f"{kind}.{len(self._waits)}": kind for kind in get_args(Kind)})
             raise
         finally:
             self._waits, self._results = [], []

@@ -26,8 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +40,7 @@ from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hook import check_compression
-from horovod_sparse.torch.movement import Movement
+from horovod_sparse.torch.movement import Movement, Sample
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
 from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -148,6 +150,9 @@ class LocalUpdates:
         self._parameters = {names[parameter]: part for parameter, part in self._parts.items() if part.numel()}
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
+        self._sample = Sample()
+        self._samples: list[NDArray[np.float32]] = []
+        """All workers' entries of the last exchange, from which `Lengths` is learned; none if nothing grows."""
         self._reducer = _Reducer(
             self.compression, self._transport, {one: name for name, one in self._parameters.items()}
         )
@@ -210,14 +215,13 @@ class LocalUpdates:
                 instance because of an interrupt. Nothing has changed there, and training can go on. If the others have
                 finished this exchange, all raise in the next one, and must load a checkpoint.
         """
-        lengths = self._reducer.lengths.state()
         try:
             means = self._reducer.reduce_all(self._drifts)
-        except BaseException as error:
-            self._reducer.lengths.load(lengths)
-            if isinstance(error, FloatingPointError):
-                self._movement.restore()
+        except FloatingPointError:
+            self._movement.restore()
             raise
+        if self._samples:
+            self._reducer.lengths.note(np.mean(self._samples, axis=0).tolist())
         for name, parameter in self._parameters.items():
             self.outer.step(means[parameter], self._momentum.get(name))
         self._movement.move([means[parameter] for parameter in self._movement.parameters])
@@ -242,8 +246,14 @@ class LocalUpdates:
             # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
         growing = "growing" if self._reducer.lengths.grow else "as they are"
-        pipeline = self._reducer.pipeline
+        pipeline, lengths = self._reducer.pipeline, self._reducer.lengths
         self._reducer.compared = pipeline is not None
+        drifts = [torch.empty_like(one) for one in self._movement.copies]
+        self._movement.write(drifts)
+        for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
+            if not parameter.requires_grad:
+                drift.zero_()
+        moved = dict(zip(self._movement.parameters, drifts, strict=True))
         mine = {
             "local updates": f"{number}, {self.outer}, {growing}",
             # All workers say so whenever one has loaded a state, so that nobody waits.
@@ -251,22 +261,22 @@ class LocalUpdates:
             "problem": str(problem),
             "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
         }
-        everyone = self._transport.everyone([mine, _agreed])
-        compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
+        # A collective of its own would cost a round trip.
+        sample = self._sample.of(moved).cpu().numpy().tobytes().hex() if lengths.grow and moved else ""
+        everyone = self._transport.everyone([mine, _agreed, sample])
+        compare(mine, [theirs for theirs, *_ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
         if self._number is None:
-            self._number = max(number for _, number in everyone)
+            self._number = max(number for _, number, _ in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
         self._steps = 0
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
-        drifts = [torch.empty_like(one) for one in self._movement.copies]
-        self._movement.write(drifts)
-        for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
-            if not parameter.requires_grad:
-                drift.zero_()
-        return self._reducer.grown(dict(zip(self._movement.parameters, drifts, strict=True)))
+        if sample:
+            torch._foreach_mul_(drifts, lengths.factor(self._transport.world))
+        self._samples = [np.frombuffer(bytes.fromhex(theirs), np.float32) for *_, theirs in everyone if theirs]
+        return moved
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -117,10 +117,10 @@ class Collectives:
         """Note that this rank has made no more than so many steps, though a step's collectives have ended."""
         self.given_up, self.steps = True, steps
 
-    def give_up(self, following: str) -> None:
-        """Tell the other ranks, which may wait for what this rank has not started, up to `following`. Never waits."""
+    def give_up(self, following: Mapping[str, Kind]) -> None:
+        """Tell the other ranks, which may wait for what this rank has started before, or `following`. Never waits."""
         self.given_up = True
-        self._kinds.setdefault(following, "allgather")
+        self._kinds |= following
         # If Horovod is down, the others know.
         with contextlib.suppress(HorovodInternalError):
             self._say_so()
