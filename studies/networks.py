@@ -153,8 +153,8 @@ def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
         }
         if network == WHERE_GRAINS_COUNT:
             plain = suite.rows[SIDCO].options
-            options = {grain: plain if "=" in grain else f"{plain} {grain}" for grain in suite.grains}
-            rows |= {grain: (option, suite.links[SIDCO]) for grain, option in options.items()}
+            grains = {grain: plain if "=" in grain else f"{plain} {grain}" for grain in suite.grains}
+            rows |= {grain: (option, suite.links[SIDCO]) for grain, option in grains.items()}
         missing = [row for row in rows if not known(suite=name, row=row, kind="link", network=str(network))]
         if not missing:
             continue

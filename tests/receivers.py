@@ -124,7 +124,7 @@ class Receiver:
         (bucket,) = pipeline.buckets
 
         def write(slots: Any, reduced: Reduced) -> None:
-            if reduced.parts():
+            if reduced.sent is not None:
                 reduced.write(self._parts)
                 written.append(self._written())
 

@@ -257,16 +257,3 @@ def test_every_compressor_follows_a_schedule(backend: Backend, row: Row) -> None
         counts.append(send(backend, pipeline, gradients("laplace", size, rng)).indices.size)
     least, most = row.band
     assert 0.9 * least <= np.mean(counts[30:]) / 400 <= 1.1 * most
-
-
-@for_all
-def test_ratio_one_sends_everything(backend: Backend, row: Row) -> None:
-    gradient = gradients("mostly-zero", 5000, np.random.default_rng(9))
-    pipeline, bucket = one_bucket(backend, row, 5000, 1.0)
-    before, indices, values = send(backend, pipeline, gradient)
-    if not row.momentum:
-        np.testing.assert_array_equal(before, gradient)
-    everything = np.zeros_like(gradient)
-    everything[indices] = values
-    np.testing.assert_array_equal(values, on_the_wire(pipeline.compressor, indices, before[indices]))
-    np.testing.assert_array_equal(backend.numpy(bucket.buffer), before - everything)

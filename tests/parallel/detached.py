@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_sparse.torch import Balanced, LocalUpdates, MomentumCorrection, RandomBlock, TopK
+from horovod_sparse.torch import Balanced, MomentumCorrection, RandomBlock, TopK
 
-from .common import assert_identical, digest, distributed, hvd, normals, raised
+from .common import assert_identical, digest, distributed, hvd, normals
 from .local import SHAPES, Pulled
 from .scenario import MPI, TORCHRUN, scenario
 
@@ -167,10 +167,3 @@ LAWS: dict[str, tuple[Any, ...]] = {
 @scenario(*MPI, *TORCHRUN, cases=LAWS)
 def detached_error_feedback(law: Any, *arguments: Any) -> None:
     assert_identical(law(*arguments))
-
-
-@scenario(*MPI, *TORCHRUN)
-def local_updates_with_it_are_refused() -> None:
-    bowl = Pulled()
-    optimizer = torch.optim.SGD(bowl.parameters(), lr=0.1)
-    assert "with local updates" in raised(ValueError, lambda: LocalUpdates(optimizer, bowl, TopK(0.1, detached=0.5)))

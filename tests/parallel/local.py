@@ -491,6 +491,7 @@ def wrong_settings_are_refused() -> None:
         ),
         ({"compression": sparse.TopK(0.1, clip=1.0, warmup=None)}, "compression must have clip=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
+        ({"compression": sparse.TopK(0.1, detached=0.5)}, "with local updates"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
         ({"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))}, "leave DistributedDataParallel out"),
     ):

@@ -57,8 +57,8 @@ def test_one_worker_trains(force: str) -> None:
 # No assertion does any work.
 @pytest.mark.parametrize(("force", "optimize"), [("0", ""), pytest.param("1", "1", marks=pytest.mark.full)])
 def test_one_worker_reduces(framework: str, force: str, optimize: str) -> None:
-    environment = {"HOROVOD_SPARSE_FORCE": force, "PYTHONOPTIMIZE": optimize}
-    assert " works" in _printed(ALONE, "parallel.imports", framework, "ours_only", **environment)
+    case = ("parallel.imports", framework, "ours_only")
+    assert " works" in _printed(ALONE, *case, HOROVOD_SPARSE_FORCE=force, PYTHONOPTIMIZE=optimize)
 
 
 @pytest.mark.full
