@@ -244,7 +244,7 @@ def draw(_: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     rcParams["font.size"] = 11
-    figure = Figure(figsize=(7.5, 8.0), layout="constrained")
+    figure = Figure(figsize=(7.5, 8.5), layout="constrained")
     shown = [name for name, suite in SUITES.items() if suite.networks == NETWORKS]
     *panels, last = figure.subplots(len(shown) + 1)
     for panel, name in zip(panels, shown, strict=True):
@@ -262,8 +262,9 @@ def draw(_: argparse.Namespace) -> None:
     last.set(xlabel="bytes sent per step and worker", ylabel=f"{SUITES[shown[0]].task.unit}, each seed")
     for panel in (*panels, last):
         panel.grid(color="#e5e5e5", linewidth=0.8)
-    # The colours are the same below.
-    panels[0].legend(frameon=False, fontsize=9)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
+    )
     figure.savefig(PICTURE, dpi=110)
 
 
