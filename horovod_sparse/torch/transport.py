@@ -101,7 +101,7 @@ class GroupReducer(TensorReducer):
         assert pipeline is not None
         if not (self._step.begun or self.compared) and pipeline.buckets and self.compressor.changes:
             # Others learn this step's number before its messages, and while gradients are added up.
-            number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int64)
+            number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int32)
             self._step.numbers = self._transport.start(Collective("allgather", number))
         super()._begin_step()
 
