@@ -590,3 +590,18 @@ void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, in
     for (int64_t sender = 0; sender < world; ++sender)
         used[sender] = rows_in_use(indices + sender * capacity * stride, stride, capacity, n);
 }
+
+int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged) {
+    std::vector<int64_t*> ends{merged};
+    for (const int32_t* one = messages; one != messages + world * length; one += length) {
+        const int64_t used = rows_in_use(one + header, 1, length - header, n);
+        if (used < 0) return -1;
+        ends.push_back(std::copy_n(one + header, used, ends.back()));
+    }
+    // Merge the ascending runs, of which number r is [ends[r], ends[r + 1]).
+    const size_t runs = ends.size() - 1;
+    for (size_t width = 1; width < runs; width *= 2)
+        for (size_t first = 0; first + width < runs; first += 2 * width)
+            std::inplace_merge(ends[first], ends[first + width], ends[std::min(runs, first + 2 * width)]);
+    return std::unique(merged, ends.back()) - merged;
+}

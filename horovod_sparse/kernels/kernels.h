@@ -89,4 +89,8 @@ void hs_unquantize(int32_t* packed, int64_t length, int64_t chunks, int64_t worl
 /* used[w] = how many of the `capacity` indices of message number w come before its padding. Indices are `stride` apart.
    used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/exchange/wire.py for a bucket of n. */
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);
+/* Writes all indices of `world` messages of `length`, ascending and each once, and returns their number. A message's indices
+   come after `header` numbers, and `merged` has room for all of them. Returns -1 unless hs_rows_in_use finds every message's
+   indices in order, for a bucket of n. */
+int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged);
 /* end */

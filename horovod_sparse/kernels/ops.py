@@ -93,6 +93,15 @@ class KernelOps(HostOps):
 
     # --- messages ---
 
+    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
+        at = self.memory(gathered)
+        if at is None:
+            return super().union(gathered, world, header, numel)
+        pointer, length = _messages(at, 1, world)
+        merged = np.empty(world * (length - header), np.int64)
+        found = lib.hs_union(pointer, length, header, world, numel, _written(merged))
+        return None if found < 0 else self.array(merged[:found])
+
     def take(self, x: Array, indices: Array) -> Array:
         at = self._wide(x)
         if at is None:

@@ -107,14 +107,11 @@ class NumpyOps(Ops):
         return host
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        merged = np.concatenate([message[header:] for message in wire.split(gathered, world)])
-        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(merged, world, numel)):
+        messages = [message[header:] for message in wire.split(gathered, world)]
+        if any(used in (None, wire.NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
             return None
-        # A stable sort merges what ascends already.
-        merged.sort(kind="stable")
-        first = merged >= 0
-        first[1:] &= merged[1:] != merged[:-1]
-        return merged[first].astype(np.int64)
+        merged = np.unique(np.concatenate(messages)).astype(np.int64)
+        return merged[merged >= 0]
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max

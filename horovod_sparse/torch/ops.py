@@ -168,11 +168,10 @@ class TorchOps(Ops):
         return torch.from_numpy(host).to(like.device)
 
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
-        merged = gathered.view(world, -1)[:, header:].flatten()
-        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(merged, world, numel)):
+        messages = gathered.view(world, -1)[:, header:]
+        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(messages.flatten(), world, numel)):
             return None
-        # NumPy merges what ascends already.
-        merged = torch.from_numpy(np.sort(merged.numpy(), kind="stable")) if on_host(merged) else merged.sort().values
+        merged = messages.flatten().sort().values
         first = merged >= 0
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
