@@ -129,10 +129,9 @@ class Workers:
         self.case, self.step = case, 0
         compressor = case.make(0.1, **{"min_numel": 10, **case.settings})
 
-        def make_pipeline(ops: Any, compressor: Compressor, **where: Any) -> Pipeline:
-            pipeline = Pipeline(backend.ops, compressor, **where)
-            begin = partial(pipeline.start_step, scale=case.scale, undoes=case.undoes)
-            pipeline.start_step = begin  # type: ignore[method-assign]
+        def make_pipeline(ops: Any, compressor: Compressor, **where: Any) -> Any:
+            pipeline: Any = Pipeline(backend.ops, compressor, **where)
+            pipeline.start_step = partial(pipeline.start_step, scale=case.scale, undoes=case.undoes)
             return pipeline
 
         with pytest.MonkeyPatch.context() as patch:
@@ -216,12 +215,11 @@ def test_an_exception_at_any_line_loses_nothing(name: str, backend: Backend) -> 
     for at in places:
         workers = Workers(case, backend, "before")
         aborts = [pipeline.abort for pipeline in workers.pipelines]
-        for pipeline in workers.pipelines:
-            # The adapter's own attempt is left out.
-            pipeline.abort = lambda: None  # type: ignore[method-assign]
-        _, place = traced(workers.take_step, at)
-        for pipeline, abort in zip(workers.pipelines, aborts, strict=True):
-            pipeline.abort = abort  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            for pipeline in workers.pipelines:
+                # The adapter's own attempt is left out.
+                patch.setattr(pipeline, "abort", lambda: None)
+            _, place = traced(workers.take_step, at)
         if place is None:
             # It has come while Python removed a generator.
             swallowed += 1

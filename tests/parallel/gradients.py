@@ -79,7 +79,8 @@ def _images(step: int, rank: int) -> torch.Tensor:
 def memory_layouts() -> None:
     # channels_last kernels and a transposed parameter: gradients that are not contiguous, which stock Horovod refuses.
     def make() -> Any:
-        return _Convolutions().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model: Any = _Convolutions()
+        return model.to(memory_format=torch.channels_last)
 
     model, _ = assert_trains_as_one(make, lambda one, step, rank: 10.0 * one(_images(step, rank)), momentum=0.9)
     layouts = {name: parameter.grad.is_contiguous() for name, parameter in model.named_parameters()}
