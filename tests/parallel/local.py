@@ -25,7 +25,7 @@ from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, ra
 from .ddp.common import Exact
 from .scenario import EVERYWHERE, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
-SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
+SHAPES: dict[str, Sequence[int]] = {"small": (30,), "first": (40, 50), "second": (3000,)}
 EVERY = 3
 
 Moved = Mapping[str, np.ndarray]
@@ -379,13 +379,16 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     },
 )
 def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exchange: Any, place: str) -> None:
+    from horovod_sparse.contrib import horovod_group
+
+    horovod_group._collectives.clear()  # So no rank knows what others may wait for.
     (mine, move, local), (calm, move_calmly, undisturbed) = (
         make(sparse.TopK(0.05, granularity=4000, exchange=exchange, warmup=None), every=100) for _ in range(2)
     )
     for step in range(4):
         move(moves(step))
         move_calmly(moves(step))
-        if step == (0 if place == "first" else 2):
+        if step == (0 if place in ("first", "begins") else 2):
             with _interrupt(*PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
             assert hvd.rank() == 1 or "another rank has given up a step" in text, text
@@ -408,8 +411,7 @@ def a_worker_that_fails_when_the_others_are_done_is_noticed(place: str) -> None:
         else:
             local.synchronize()
     if place != "ended":
-        if hvd.rank() != 1:
-            assert "another rank has given up a step" in raised(RuntimeError, other.synchronize)
+        assert hvd.rank() == 1 or "another rank has given up a step" in raised(RuntimeError, other.synchronize)
         assert "load a checkpoint on all ranks" in raised(RuntimeError, other.synchronize)
     other.synchronize()
     assert "shared parameters" in raised(ValueError, local.synchronize)
