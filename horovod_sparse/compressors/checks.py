@@ -133,9 +133,9 @@ def _flaw(selection: object, x: Array, capacity: int) -> tuple[type[Exception], 
         return ValueError, f"indices on {place} for entries on {device}"
     # A device is not waited for.
     if device == "cpu" and len(indices):
-        first, last = int(indices[0]), int(indices[-1])
-        if not bool((indices[1:] > indices[:-1]).all()):
+        on_host = np.asarray(indices)
+        if not (on_host[1:] > on_host[:-1]).all():
             return ValueError, "indices that do not ascend, or occur twice"
-        if not 0 <= first <= last < len(x):
-            return ValueError, f"indices from {first} to {last}"
+        if on_host[0] < 0 or on_host[-1] >= len(x):
+            return ValueError, f"indices from {on_host[0]} to {on_host[-1]}"
     return ValueError, f"found={found} with {len(indices)} indices" if int(found) < len(indices) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: list[Entries] = []
-        """Entries of the residual that were taken, with the values that they had before."""
+        """Entries of the residual that were taken, with the values that they had before: NaN if they are not taken yet."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
@@ -202,12 +203,15 @@ class Bucket:
     def capacity_for(self, numel: int, k: int) -> int:
         return self.compressor.message_capacity(numel, k, self.world)
 
-    def _remember(self, indices: Array) -> None:
-        self._taken.append(Entries(indices, self.buffer[indices]))
+    def _remember(self, indices: Array) -> Array:
+        entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
+        # NaN says that they are not taken yet.
+        entries[:] = math.nan
+        self._taken.append(Entries(indices, entries))
+        return entries
 
     def take(self, indices: Array) -> Array:
-        self._remember(indices)
-        values = self.ops.take(self.buffer, indices)
+        values = self.ops.take(self.buffer, indices, self._remember(indices))
         self.drop_rest()
         return values
 
@@ -302,7 +306,8 @@ class Bucket:
         """Return what was taken to the residual."""
         self._recall()
         for indices, values in self._taken:
-            self.buffer[indices] = values
+            if not bool((values != values).all()):
+                self.buffer[indices] = values
         if self.run is not None:
             self.run.restore()
         self.drop_rest()

@@ -66,14 +66,14 @@ DeviceSelectorFor = Callable[[Compressor, Layout, Array, Array | None], Selector
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
-    `remember` is called with the indices of entries that are about to be taken.
+    `remember` is called with the indices of entries that are about to be taken, and returns memory for them.
     """
 
     ops: Ops
     compressor: Compressor
     buffer: Array
     velocity: Array | None
-    remember: Callable[[Array], None]
+    remember: Callable[[Array], Array]
 
     def __post_init__(self) -> None:
         self._tracked = self.ops.tracked(self.buffer)
@@ -120,8 +120,8 @@ class HostSelector:
         else:
             indices, found, _ = self.select(self.buffer, state, k, capacity)
         self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
-        self.remember(indices)
-        message = self.ops.pack(indices, self.ops.take(self.buffer, indices), capacity)
+        values = self.ops.take(self.buffer, indices, self.remember(indices))
+        message = self.ops.pack(indices, values, capacity)
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
         return message

@@ -31,6 +31,8 @@ constexpr int64_t kLeastPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 64;
 // The index in rows of a message that are not in use, and in the first row of a worker whose gradient is not finite.
 constexpr int32_t kPadding = -1, kNotFinite = -2, kBadCounts = -3;
+// Entries that are asked for before they are needed.
+constexpr int64_t kAhead = 32;
 // A sum of at least this many bytes does not stay in the caches until it is read.
 constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
@@ -543,11 +545,17 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
     });
 }
 
-int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values) {
+int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values) {
     const auto in_range = [n](int64_t index) { return 0 <= index && index < n; };
     if (!std::all_of(indices, indices + count, in_range)) return 0;
-    typed(x, type, [&](auto* entries) {
-        for (int64_t i = 0; i < count; ++i) values[i] = take_out(entries[indices[i]]);
+    typed(x, type, [&](auto* all) {
+        for (int64_t i = 0; i < count; ++i) {
+            // Hardly any entry is in the cache.
+            __builtin_prefetch(all + indices[std::min(i + kAhead, count - 1)], 1);
+            auto& entry = all[indices[i]];
+            if (entries != nullptr) static_cast<decltype(all)>(entries)[i] = entry;
+            values[i] = take_out(entry);
+        }
     });
     return 1;
 }

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.estimation.search import largest_candidates
+from horovod_sparse.estimation.search import below_largest, largest_candidates
 from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
@@ -85,11 +85,16 @@ class KernelOps(HostOps):
         return Selection(indices, found)
 
     def select_largest(self, x: Array, count: int) -> Selection:
-        few = None if self._wide(x) is None else largest_candidates(self, x, count)
-        if few is None:
+        if self._wide(x) is None:
             return super().select_largest(x, count)
-        among = super().select_largest(x[few], count)
-        return among._replace(indices=few[among.indices])
+        few = largest_candidates(self, x, count)
+        among = x if few is None else x[few]
+        smallest = self.kth_largest(among, count)
+        indices, found, _ = self.select_above(among, below_largest(smallest, math.inf), len(among))
+        if found != count:
+            # Some of equal magnitude are left out.
+            indices = super().select_largest(among, count).indices
+        return Selection(indices if few is None else few[indices], count, smallest)
 
     # --- messages ---
 
@@ -102,13 +107,17 @@ class KernelOps(HostOps):
         found = lib.hs_union(pointer, length, header, world, numel, _written(merged))
         return None if found < 0 else self.array(merged[:found])
 
-    def take(self, x: Array, indices: Array) -> Array:
+    def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
         at = self._wide(x)
         if at is None:
-            return super().take(x, indices)
+            return super().take(x, indices, entries)
         some = _of_type(INT64, "indices", self.memory(indices))
-        values = np.empty(some.numel, np.float32)
-        if not lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)):
+        values, before = np.empty(some.numel, np.float32), ffi.NULL
+        if entries is not None:
+            before, _, number = _of_type(at.type, "entries", self.memory(entries)).write()
+            if number != some.numel:
+                raise ValueError(f"entries must be {some.numel}, got {number}")
+        if not lib.hs_take(*at.write(), some.pointer(), some.numel, before, _written(values)):
             raise IndexError(f"indices must be in [0, {at.numel})")
         return self.array(values)
 

@@ -147,8 +147,11 @@ class Ops(Protocol):
         None if one is not as `wire` requires.
         """
 
-    def take(self, x: Array, indices: Array) -> Array:
-        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
+    def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
+        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly.
+
+        `entries`, of x's type, gets x[indices] before x changes. An interrupt may come between the two, not within either.
+        """
 
     def put(self, x: Array, indices: Array, values: Array) -> None:
         """Add finite values to x at `indices`, in place. Sums that leave the range of x's type stay at its largest number."""
