@@ -81,6 +81,7 @@ def comparisons(conditions: Conditions, gradients: Gradients) -> Iterator[Contes
     k = max(1, math.floor(round(conditions.ratio * conditions.size, 6)))
     residual = zeros(conditions.size)
     others: dict[str, Callable[[Tensor], object]] = {
+        "residual.add_(gradient): the unit": residual.add_,
         "torch.topk(x.abs(), k) alone": lambda x: torch.topk(x.abs(), k),
         "SIDCo in plain torch operations": lambda x: plain_sidco(residual, x, conditions.ratio),
         "fp16: cast and back": lambda x: Compression.fp16.decompress(*Compression.fp16.compress(x)),

@@ -50,11 +50,14 @@ class Report(keras.callbacks.Callback):
                 seconds=self.seconds,
                 text=f"accuracy {logs['val_accuracy']:.2%}",
                 accuracy=logs["val_accuracy"],
+                held_out_loss=logs["val_loss"],
             )
 
 
 def main() -> None:
-    args = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001).parse_args()
+    parser = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001)
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="with adam, updates are exchanged")
+    args = parser.parse_args()
     hvd.init()
     # A model as small as this is for the CPU; `tensorflow_digits.py` says what your own script needs.
     tf.config.set_visible_devices([], "GPU")
@@ -66,9 +69,11 @@ def main() -> None:
     model = make_model()
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
-    optimizer = keras.optimizers.SGD(
-        warm_up(args.lr, WARMUP_EPOCHS * len(batches)), momentum=optimizer_momentum(compression, args)
-    )
+    rate = warm_up(args.lr, WARMUP_EPOCHS * len(batches))
+    if args.optimizer == "adam":
+        optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(rate)
+    else:
+        optimizer = keras.optimizers.SGD(rate, momentum=optimizer_momentum(compression, args))
     model.compile(
         hvd.DistributedOptimizer(optimizer, compression=compression),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
