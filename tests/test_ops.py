@@ -84,12 +84,11 @@ def test_take_splits_float64_exactly(backend: Backend, x: np.ndarray, count: int
 
 @on_every_backend
 def test_take_gives_the_entries_before_it_changes_them(backend: Backend) -> None:
-    """Whoever gives up a step may have to return them, whenever an interrupt comes."""
-    for dtype in (np.float32, np.float64):
-        x, too_few = backend.array(np.ones(5, dtype)), backend.array(np.ones(2, dtype))
-        with pytest.raises((ValueError, RuntimeError)):
-            backend.ops.take(x, backend.array(np.arange(4)), too_few)
-        assert (backend.numpy(x) == 1.0).all()
+    """An interrupt may come in between. The array for the entries is too short here."""
+    x = backend.array(np.ones(5))
+    with pytest.raises((ValueError, RuntimeError)):
+        backend.ops.take(x, backend.array(np.arange(4)), backend.array(np.ones(2)))
+    assert (backend.numpy(x) == 1.0).all()
 
 
 @on_every_backend

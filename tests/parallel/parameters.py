@@ -1,8 +1,4 @@
-"""Scenarios: parameters of every kind, a row each. They are reduced rightly, or refused on every rank.
-
-Rows that need more than a table are elsewhere: frozen, thawed, added late and unused parameters and complex ones in `usage`,
-half precision, other memory layouts and embeddings in `gradients`.
-"""
+"""Scenarios: parameters of every kind, a row each. They are reduced rightly, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -28,36 +24,19 @@ from .common import (
     wrap_parameters,
     zeros,
 )
+from .kinds import KINDS, Kind
 from .scenario import MPI_2, PAIR, scenario
 
-Kind = tuple[tuple[int, ...], torch.dtype]
-"""A parameter's shape and type."""
 
-SINGLE, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
-PARAMETERS: dict[str, dict[str, Kind]] = {
-    "scalar": {"scalar": ((), SINGLE)},
-    "scalars": {f"scalar{number}": ((), SINGLE) for number in range(5)},
-    "empty": {"empty": ((0,), SINGLE), "weight": ((30, 40), SINGLE)},
-    "empty_only": {"empty": ((3, 0), SINGLE)},
-    "empty_in_between": {"first": ((500,), SINGLE), "empty": ((0, 4), SINGLE), "last": ((500,), SINGLE)},
-    "one_element": {"one": ((1,), SINGLE), "cube": ((1, 1, 1), SINGLE)},
-    "types": {
-        "half": ((30, 40), HALF),
-        "brain": ((500,), BRAIN),
-        "single": ((300,), SINGLE),
-        "double": ((600,), DOUBLE),
-    },
-    "types_of_scalars": {"half": ((), HALF), "brain": ((), BRAIN), "single": ((), SINGLE), "double": ((), DOUBLE)},
-}
-
-
-@scenario(*PAIR, cases={name: (kinds,) for name, kinds in PARAMETERS.items()})
+@scenario(*PAIR, cases={name: (kinds,) for name, kinds in KINDS.items()})
 def nothing_is_lost_of_any_kind_of_parameter(kinds: dict[str, Kind]) -> None:
     """What was sent and what is kept are what was given, to the last bit, with every exchange and every bucketing."""
     for compressor in ("TopK", "TopK-union", "SIDCo", "RandomK", "MiCRO", "NoOp"):
         for granularity in ("layer", "model"):
             compression = COMPRESSORS[compressor](min_numel=0, granularity=granularity)
-            parameters = {name: zeros({name: shape}, dtype)[name] for name, (shape, dtype) in kinds.items()}
+            parameters = {
+                name: zeros({name: shape}, getattr(torch, dtype))[name] for name, (shape, dtype) in kinds.items()
+            }
             optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
             sent = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}
             given = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}
