@@ -150,7 +150,7 @@ class Ops(Protocol):
     def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly.
 
-        `entries`, of x's type, gets x[indices] before x changes. An interrupt may come between the two, not within either.
+        `entries`, of x's type, is filled with x[indices] before x changes: an interrupt may come in between.
         """
 
     def put(self, x: Array, indices: Array, values: Array) -> None:
