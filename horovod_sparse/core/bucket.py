@@ -306,7 +306,7 @@ class Bucket:
         """Return what was taken to the residual."""
         self._recall()
         for indices, values in self._taken:
-            if not bool((values != values).all()):
+            if bool((values == values).any()):
                 self.buffer[indices] = values
         if self.run is not None:
             self.run.restore()

@@ -91,9 +91,14 @@ class KernelOps(HostOps):
         among = x if few is None else x[few]
         smallest = self.kth_largest(among, count)
         indices, found, _ = self.select_above(among, below_largest(smallest, math.inf), len(among))
-        if found != count:
-            # Some of equal magnitude are left out.
+        if found < count:
+            # Too few are not zero.
             indices = super().select_largest(among, count).indices
+        elif found > count:
+            # The last ones of equal magnitude are left out.
+            every = np.asarray(indices)
+            equal = np.flatnonzero(np.abs(np.asarray(among)[every]) == smallest)
+            indices = self.array(np.delete(every, equal[count - found :]))
         return Selection(indices if few is None else few[indices], count, smallest)
 
     # --- messages ---

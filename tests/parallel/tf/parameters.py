@@ -35,7 +35,7 @@ def nothing_is_lost_of_any_kind_of_variable(kinds: dict[str, Kind]) -> None:
                 theirs += sum(one[name] for one in everyone(mine))
                 assert (reduced[name].shape, reduced[name].dtype) == (
                     kinds[name][0],
-                    getattr(tf, kinds[name][1]).as_numpy_dtype,
+                    weights[name].dtype.as_numpy_dtype,
                 )
                 sent[name] += reduced[name].astype(np.float64)
         kept = everyone({name: one.astype(np.float64) for name, one in compression.state_dict()["residuals"].items()})
