@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.estimation.search import below_largest, largest_candidates
+from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
@@ -89,15 +89,16 @@ class KernelOps(HostOps):
             return super().select_largest(x, count)
         few = largest_candidates(self, x, count)
         among = x if few is None else x[few]
-        smallest = self.kth_largest(among, count)
-        indices, found, _ = self.select_above(among, below_largest(smallest, math.inf), len(among))
+        smallest, host = self.kth_largest(among, count), np.asarray(among)
+        below = np.nextafter(host.dtype.type(smallest), host.dtype.type(0.0))
+        indices, found, _ = self.select_above(among, float(below), len(among))
         if found < count:
             # Too few are not zero.
             indices = super().select_largest(among, count).indices
         elif found > count:
             # The last ones of equal magnitude are left out.
             every = np.asarray(indices)
-            equal = np.flatnonzero(np.abs(np.asarray(among)[every]) == smallest)
+            equal = np.flatnonzero(np.abs(host[every]) == smallest)
             indices = self.array(np.delete(every, equal[count - found :]))
         return Selection(indices if few is None else few[indices], count, smallest)
 
