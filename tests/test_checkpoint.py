@@ -16,7 +16,7 @@ import pytest
 from virtual_mpi import run
 
 from horovod_sparse.core import checkpoint
-from horovod_sparse.core.checkpoint import Checkpoints, Loaded, Workers, continued_by
+from horovod_sparse.core.checkpoint import Checkpoints, Loaded, Workers
 from horovod_sparse.core.state import joined
 
 
@@ -56,7 +56,7 @@ def load(folder: Path, size: int = 2, damaged: Any = "skip") -> list[Any]:
 
 
 def expected(step: int, size: int, saved: int) -> list[Loaded]:
-    mine = [continued_by(rank, size, saved) for rank in range(size)]
+    mine = [range(saved)[rank::size] for rank in range(size)]
     return [
         Loaded(
             step, saved, content(step, -1), [content(step, one) for one in ranks or [rank % saved]], is_new=not ranks
@@ -77,8 +77,10 @@ def test_what_was_saved_is_loaded_and_every_rank_is_continued_by_one(tmp_path: P
     assert load(folder, size) == [None] * size
     for step in (0, 5, 10):
         assert save(folder, step, saved) == [None] * saved
-        assert load(folder, size) == expected(step, size, saved)
-    assert sorted(rank for mine in range(size) for rank in continued_by(mine, size, saved)) == list(range(saved))
+        found = load(folder, size)
+        assert found == expected(step, size, saved)
+    continued = [own for one in found if not one.is_new for own in one.own]
+    assert sorted(continued) == sorted(content(10, rank) for rank in range(saved))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

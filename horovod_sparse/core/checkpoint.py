@@ -118,11 +118,6 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def continued_by(rank: int, size: int, saved: int) -> list[int]:
-    """Return the ranks, of the `saved` ones, that rank `rank` of `size` continues: each is continued by exactly one."""
-    return list(range(rank, saved, size))
-
-
 @dataclass
 class Checkpoints:
     """The checkpoints of one framework, whose adapter says what its objects hold."""
@@ -314,7 +309,8 @@ def _read(path: Path, step: int, workers: Workers) -> Loaded:
     is_whole = len(files) == world + 1 and files.keys() == {SHARED, *map(rank_file, range(world))}
     if manifest["step"] != step or not is_whole:
         raise ValueError(f"manifest.json is not that of {world} ranks in step {step}")
-    mine = continued_by(workers.rank, workers.size, world)
+    # Each of the saved ranks is continued by exactly one.
+    mine = range(workers.rank, world, workers.size)
     ranks = mine or [workers.rank % world]
     contents = []
     for name in (SHARED, *map(rank_file, ranks)):
