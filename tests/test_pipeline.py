@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.protocols import Entries, Reduced
-from horovod_sparse.torch.gradients import write_to
+from horovod_sparse.torch.compressors import TopK as TorchTopK
 from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.torch.transport import GroupReducer
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
@@ -280,7 +282,10 @@ def test_sums_that_the_type_of_gradients_cannot_hold_are_named(dtype: torch.dtyp
     slots = [Slot("p", 0, 20, (20,)), Slot("q", 20, 20, (4, 5))]
     gradients = [torch.zeros(slot.shape, dtype=dtype) for slot in slots]
     sums = Entries(None, torch.tensor([1.0, 1e6]).repeat_interleave(20))
-    overflowed = write_to([*zip(slots, gradients, strict=True)], Reduced(TorchOps(), sums, 1.0, {}))
+    reducer = GroupReducer(TorchTopK(0.1), Mock(world=2), {})
+    reducer._routes.in_buckets = dict(zip("pq", gradients, strict=True))
+    reducer._step.gradients = {one: one for one in gradients}
+    overflowed = reducer._write(slots, Reduced(TorchOps(), sums, 1.0, {}))
     assert overflowed == (["q"] if dtype == torch.float16 else [])
 
 

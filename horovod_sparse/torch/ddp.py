@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from horovod_sparse.core.agreement import warn_unseen
+from horovod_sparse.core.agreement import check_optimizer, exchanges_updates, warn_unseen
+from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.transport import GroupReducer
 
 Future = torch.futures.Future
@@ -52,6 +53,31 @@ def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..
     optimizer.register_step_pre_hook(check)
     # Mypy has no notion of a method that one object alone has.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def check_fit(
+    compression: TorchCompressor, optimizer: torch.optim.Optimizer | None, names: Mapping[Tensor, str]
+) -> tuple[bool, list[str]]:
+    """Raise if they do not fit together. Return whether updates are exchanged, and the parameters that no optimizer moves."""
+    compression.check_free()
+    if optimizer is not None:
+        groups = optimizer.param_groups
+        moved = {parameter for group in groups for parameter in group["params"]}
+        absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+        # What a `ZeroRedundancyOptimizer` moves comes from other ranks.
+        if not isinstance(optimizer, Joinable) and exchanges_updates(compression, groups):
+            return True, absent
+        check_optimizer(compression, type(optimizer).__name__, groups)
+        return False, absent
+    for needs, why in (
+        (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
+        (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
+        (compression.updates is True, "updates=True, since its steps exchange them"),
+        (compression.detached not in ("auto", 0), "detached, since its steps end what a forward pass begins"),
+    ):
+        if needs:
+            raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")
+    return False, []
 
 
 class DDPReducer(GroupReducer):

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as uncompiled
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
-from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.ddp import replace_step
+from horovod_sparse.torch.ddp import check_fit, replace_step
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
 from horovod_sparse.torch.transport import GroupReducer
-from horovod_sparse.torch.uncompiled import uncompiled
 
 
 class ShardedReducer(GroupReducer):
@@ -164,12 +163,7 @@ def register_sharded(
             "register(model, compression, optimizer, replicate=mesh['replicate'])"
         )
     check_memory({local_part(parameter): name for parameter, name in names.items()})
-    compression.check_free()
-    updates = exchanges_updates(compression, optimizer.param_groups)
-    if not updates:
-        check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
-    moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+    updates, absent = check_fit(compression, optimizer, names)
     if absent:
         raise ValueError(
             f"optimizer must have all parameters of the model that require gradients, got none of {absent}; make it after "

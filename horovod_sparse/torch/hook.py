@@ -6,17 +6,15 @@ The annotations are no strings here: DDP compares those of a hook with its own c
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as uncompiled
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.ddp import DDPReducer, replace_step
+from horovod_sparse.torch.ddp import DDPReducer, check_fit, replace_step
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.uncompiled import uncompiled
 
 
 @uncompiled
@@ -44,8 +42,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
     _check_bucket(bucket)
     store = state.store
     if not isinstance(store, DDPReducer):
-        state.check_free()
-        _check_optimizer(state, None)
+        check_fit(state, None, {})
         store = DDPReducer(state, Group(None, bucket.buffer().device), {})
     return store.reduce(bucket)
 
@@ -94,13 +91,9 @@ def register(
         raise ValueError(
             f"replicate must be left out with DistributedDataParallel, whose process group has all replicas, got {replicate!r}"
         )
-    compression.check_free()
-    updates = _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
+    updates, absent = check_fit(compression, optimizer, names)
     check_memory(names)
-    groups = [] if optimizer is None else optimizer.param_groups
-    moved = {parameter for group in groups for parameter in group["params"]}
-    absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
     if absent and (compression.in_updates or updates):
         raise ValueError(
             f"optimizer must have all parameters of the model with lr_in_residual=True, and where updates are exchanged "
@@ -141,22 +134,3 @@ def check_compression(compression: object) -> None:
         raise TypeError(
             f"compression must be a compressor of horovod_sparse.torch, such as TopK(ratio=0.01), got {compression!r}"
         )
-
-
-def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Raise if they do not fit together. Return whether updates are exchanged."""
-    if optimizer is not None:
-        # What a `ZeroRedundancyOptimizer` moves comes from other ranks.
-        if not isinstance(optimizer, Joinable) and exchanges_updates(compression, optimizer.param_groups):
-            return True
-        check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
-        return False
-    for needs, why in (
-        (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
-        (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
-        (compression.updates is True, "updates=True, since its steps exchange them"),
-        (compression.detached not in ("auto", 0), "detached, since its steps end what a forward pass begins"),
-    ):
-        if needs:
-            raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")
-    return False

@@ -72,6 +72,11 @@ def sums(named: Mapping[Tensor, str]) -> list[int]:
     return [int(part) for part in parts]
 
 
+def wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which gradients of a tensor's type are summed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def check_real(named: Mapping[Tensor, str]) -> None:
     """Raise TypeError if a parameter is complex."""
     for parameter, name in named.items():

@@ -7,10 +7,9 @@ compressor that must see all gradients first. Where updates are exchanged, it fo
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
+from torch._compile import _disable_dynamo as uncompiled
 from torch.autograd import Variable
 
 from horovod_sparse.core.agreement import (
-    agree_on_states,
     check_dampening,
     check_momentum,
     check_sparse,
@@ -32,20 +31,17 @@ from horovod_sparse.core.agreement import (
     warn_of_values,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
-from horovod_sparse.core.state import empty_state, holds_anything
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.core.state import empty_state
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
-from horovod_sparse.torch.gradients import write_to
 from horovod_sparse.torch.movement import are_finite
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, Routes, TensorReducer
 from horovod_sparse.torch.unchanged import first_changed, hand_over
-from horovod_sparse.torch.uncompiled import uncompiled
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
@@ -84,7 +80,7 @@ class Reducer(TensorReducer):
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._averages = self.updates is not None or optimizer.op == mpi_ops.Average
         self._collectives = Collectives(mpi_ops.Average if self._averages else mpi_ops.Sum, self._process_set)
-        self._routes = Routes()
+        self._routes, self.sparse = Routes(), ()
         self.pipeline = None
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
@@ -92,7 +88,7 @@ class Reducer(TensorReducer):
         self.give_up()
         self._forget_workers()
         self._frozen.clear()
-        self.deferred = copy.deepcopy(dict(state)) if state is not None and holds_anything(state) else None
+        super().load_compression_state(empty_state() if state is None else state)
 
     def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
@@ -104,7 +100,7 @@ class Reducer(TensorReducer):
 
     # --- gradients in: called from hooks, never waits for another rank ---
 
-    def note_backward(self, parameter: Tensor) -> None:
+    def _note_backward(self, parameter: Tensor) -> None:
         """Note that a gradient comes from the backward pass that goes on. Give up a step that an earlier one has not ended."""
         number, gradient = torch._C._current_graph_task_id(), parameter.grad
         # Compiled passes have no number.
@@ -140,8 +136,21 @@ class Reducer(TensorReducer):
             self._collectives.take_back_step(self._collectives.steps - 1)
 
     def submit(self, parameter: Tensor) -> None:
-        """Record a gradient that is ready, and take it at once unless the step is held back."""
-        if not self.active or self.updates is not None:
+        """Record what backward has made. After the step's last pass, take the gradient at once unless it is held back."""
+        if self.active:
+            self._note_backward(parameter)
+        optimizer = self.optimizer
+        left = optimizer._allreduce_delay[parameter] - 1
+        if left < 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        assert parameter.grad is not None and not parameter.grad.requires_grad
+        optimizer._allreduce_delay[parameter] = left
+        # As stock hooks do. Only that there is something matters.
+        optimizer._handles[parameter] = None, None
+        if left or not self.active or self.updates is not None:
             return
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -184,22 +193,12 @@ class Reducer(TensorReducer):
         second = start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
         return lambda: (first(), second())[1]
 
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
-        parameters, as_sparse = self._routes.in_buckets, self._routes.sparse_as_dense
-        targets: list[tuple[Slot, Tensor]] = []
-        for slot in slots:
-            parameter = parameters[slot.name]
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.empty_like(parameter)
-            targets.append((slot, parameter.grad))
-        beyond = write_to(targets, reduced)
-        for slot, target in targets if as_sparse else ():
-            # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-            if parameters[slot.name] in as_sparse:
-                parameters[slot.name].grad = target.to_sparse()
-        return beyond
+    def _target(self, parameter: Tensor) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+        return parameter.grad
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
@@ -278,14 +277,17 @@ class Reducer(TensorReducer):
                 pipeline.note_not_finite(f"parameter {self._routes.names[parameter]!r}")
             if parameter.requires_grad:
                 parameter.grad = reduced
+        for parameter in self._routes.sparse_as_dense:
+            # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.to_sparse()
 
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
         optimizer = self.optimizer
         for parameter in optimizer._allreduce_delay:
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
-        for group in optimizer._group_counts:
-            optimizer._group_counts[group] = 0
         optimizer._handles.clear()
 
     def _give_up_reduction(self) -> None:
@@ -304,9 +306,9 @@ class Reducer(TensorReducer):
         step, self._step = self._step, Step()
         if step.begun:
             self._collectives.given_up = True
-        waiting = step.waiting
-        for parameter in step.taken:
-            if parameter.requires_grad and self._routes.names[parameter] not in waiting:
+        gone = step.taken - step.waiting
+        for parameter, name in self._routes.names.items() if gone else ():
+            if name in gone and parameter.requires_grad:
                 parameter.grad = None
         if self.pipeline is not None:
             self.pipeline.abort()
@@ -373,7 +375,6 @@ class Reducer(TensorReducer):
                     optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
                     if optimizer._groups is not None:
                         optimizer._p_to_group[parameter] = (parameter,)
-                        optimizer._group_counts[(parameter,)] = 0
                     optimizer._requires_update.add(parameter)
                     accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
                     accumulator.register_hook(optimizer._make_hook(parameter))
@@ -385,33 +386,24 @@ class Reducer(TensorReducer):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {one: optimizer._parameter_names[one] for one in parameters if one in optimizer._requires_update}
 
-    def _check_reduced(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
-        shapes = {name: tuple(one.shape) for one, name in self._reduced().items() if name not in sparse}
-        self._check(state, shapes)
-
     def _extend_routes(self) -> None:
         new = {one: name for one, name in self._reduced().items() if one not in self._routes.names}
-        deferred = self.deferred or empty_state()
-        number, found = self._agree(new, () if self.updates is not None else deferred.get("sparse", ()))
+        known_sparse = () if self.deferred is None or self.updates is not None else self.deferred.get("sparse", ())
+        self._number, found = self._agree(new, known_sparse)
         sparse_as_dense = self._sparse_as_dense
         if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
             self.momentum = None
             self.compressor.move_momentum(0.0, nesterov=False)
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
-        left_out = () if sparse_as_dense else found
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
-            deferred = self.deferred or deferred
         # Before there is a number, names are the same for all optimizers of a process set.
         prefix = f"horovod_sparse.{self._process_set.process_set_id}."
         everyone = partial(gather_json, name=f"{prefix}agree.state", process_set=self._process_set)
-        agree_on_states(lambda: self._check_reduced(deferred, left_out), everyone, mpi_ops.rank())
-        self._number = number
-        self._collectives.prefix = f"{prefix}{number}."
+        self._collectives.prefix = f"{prefix}{self._number}."
         position = self._process_set.rank()
         self._extend(new, found, everyone, position=position, rank=mpi_ops.rank(), averages=self._averages)
-        self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
 
     def _agree(self, new: Mapping[Tensor, str], known_sparse: Collection[str]) -> tuple[int, set[str]]:
         """Compare settings and the `new` parameters with the other ranks. Blocks. Raise on every rank if they differ.
@@ -464,7 +456,7 @@ class Reducer(TensorReducer):
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         if self.pipeline is None and self.active:
             # Find a wrong state when it is loaded, not in the middle of the first step.
-            self._check_reduced(state, state.get("sparse", ()))
+            self._check(state, self._reduced(), state.get("sparse", ()))
         super().load_compression_state(state)
         self._begin_afresh()
 

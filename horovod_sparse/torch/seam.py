@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import horovod
@@ -78,7 +78,8 @@ def _init(stock: Method) -> Method:
             named = arguments.arguments["named_parameters"]
             if named is not None:
                 named = arguments.arguments["named_parameters"] = list(named)
-            check_memory(_names(params, named or ()))
+            names = {parameter: name for name, parameter in named or ()}
+            check_memory({one: names.get(one, "(without a name)") for group in params for one in group["params"]})
             compression.check_free()
             if not exchanges_updates(compression, params):
                 check_optimizer(compression, type(self).__name__, params)
@@ -87,16 +88,6 @@ def _init(stock: Method) -> Method:
             self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
 
     return extended
-
-
-def _names(groups: list[dict[str, Any]], named: Iterable[tuple[str, Any]]) -> dict[Any, str]:
-    """Return the parameters of some groups with their names, or with what Horovod names them by."""
-    names = {parameter: name for name, parameter in named}
-    return {
-        parameter: names.get(parameter, f"allreduce.noname.{number}.{position}")
-        for number, group in enumerate(groups)
-        for position, parameter in enumerate(group["params"])
-    }
 
 
 def _is_ours(compression: Any, op: Any, groups: Any) -> bool:
@@ -118,18 +109,10 @@ def _refuse_adasum(stock: Method) -> Method:
 
 def _make_hook(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
-        hook = stock(self, p)
         if not isinstance(self._compression, TorchCompressor):
-            return hook
-
-        def noted(*ignored: Any) -> None:
-            reducer = reducer_of(self)
-            if reducer is not None and reducer.active:
-                reducer.note_backward(p)
-            hook(*ignored)
-
-        # PyTorch's optimizers have imported the compiler already.
-        return torch.compiler.disable(noted)  # type: ignore[no-untyped-call]
+            return stock(self, p)
+        # Stock Horovod makes the hooks before there is a reducer. PyTorch's optimizers have imported the compiler already.
+        return torch.compiler.disable(lambda *_: self._sparse_reducer.submit(p))  # type: ignore[no-untyped-call]
 
     return extended
 
@@ -162,14 +145,6 @@ def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
         return extended
 
     return extend
-
-
-@_if_ours
-def _allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, p: Any) -> Any:
-    for parameter in p if isinstance(p, (tuple, list)) else [p]:
-        reducer.submit(parameter)
-    # A handle and a context, as stock hooks keep them. Only that there is one matters: `Reducer.synchronize` waits.
-    return True, None
 
 
 @_if_ours
@@ -280,8 +255,6 @@ def _is_scaled(scaler: Any, optimizer: Any) -> bool:
 _EXTENSIONS: dict[str, Callable[[Any], Method]] = {
     "__init__": _init,
     "_make_hook": _make_hook,
-    "_allreduce_grad_async": _allreduce_grad_async,
-    "_grouped_allreduce_grad_async": _allreduce_grad_async,
     "set_backward_passes_per_step": _of_the_optimizer,
     "synchronize": _synchronize,
     "skip_synchronize": _of_the_optimizer,

@@ -26,8 +26,8 @@ class Step:
     """True once gradients are being taken: they are in residuals, or on their way."""
     ending: bool = False
     """True once the optimizer's `step` was called."""
-    taken: set[Tensor] = field(default_factory=set)
-    """Parameters that have been taken, with a gradient or without one."""
+    taken: set[str] = field(default_factory=set)
+    """The names of the parameters that have been taken, with a gradient or without one."""
     exchanges: dict[str, Wait] = field(default_factory=dict)
     """The functions that wait for the first collective, by bucket."""
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)

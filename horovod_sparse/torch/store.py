@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import divides
+from horovod_sparse.core.agreement import agree_on_states, divides
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.ops.protocol import Part
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
-from horovod_sparse.torch.parameters import local_part
+from horovod_sparse.torch.parameters import local_part, wide
 from horovod_sparse.torch.step import Step
 
 WITH_SCALER = (
@@ -43,8 +44,6 @@ class Routes:
     """All parameters that have a route, with their names, in the order of the model."""
     in_buckets: dict[str, Tensor] = field(default_factory=dict)
     """Those whose gradients go through a bucket, by name."""
-    sparse: set[Tensor] = field(default_factory=set)
-    """Embeddings whose gradients are sparse tensors, which Horovod's own path reduces."""
     sparse_as_dense: set[Tensor] = field(default_factory=set)
     """Parameters whose reduced gradients become sparse tensors again on every rank."""
 
@@ -76,7 +75,7 @@ class TensorReducer(Store):
         self._routes = Routes()
         self._step = Step()
         self._sample = Sample()
-        self._frozen: set[Tensor] = set()
+        self._frozen: set[str] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
 
     # --- what is left to others ---
@@ -94,9 +93,9 @@ class TensorReducer(Store):
     def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
         """Start a bucket's next collective, or the only one without a bucket. Return what waits for its result."""
 
-    @abstractmethod
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
-        """Write reduced gradients where they belong. Return the parameters whose type cannot hold them."""
+    def _target(self, parameter: Tensor) -> Tensor | None:
+        """Return where the reduced gradient of a parameter belongs; None if it is not needed."""
+        return self._gradient(parameter)
 
     @abstractmethod
     def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
@@ -124,12 +123,10 @@ class TensorReducer(Store):
 
     def _take(self, parameter: Tensor) -> None:
         """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
-        step, pipeline, routes = self._step, self.pipeline, self._routes
+        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
         assert pipeline is not None
-        name = routes.names[parameter]
-        step.taken.add(parameter)
-        # A look into a set takes PyTorch longer than most of what follows.
-        if routes.sparse and parameter in routes.sparse:
+        step.taken.add(name)
+        if name in self.sparse:
             self._take_sparse(parameter)
             return
         bucket = pipeline.bucket_of[name]
@@ -151,8 +148,8 @@ class TensorReducer(Store):
         self._begin_step()
         step, pipeline = self._step, self.pipeline
         assert pipeline is not None
-        for parameter in self._routes.names:
-            if parameter not in step.taken:
+        for parameter, name in self._routes.names.items():
+            if name not in step.taken:
                 self._take(parameter)
         sums = None if step.sample is None else self._start(None, Collective("allreduce", step.sample))
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
@@ -161,29 +158,59 @@ class TensorReducer(Store):
         if sums is not None:
             self.lengths.note((sums() / self._world).tolist())
 
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
+        """Write reduced gradients where they belong, in their types. Return the parameters whose type cannot hold them."""
+        parts: list[Part] = []
+        rounded: list[tuple[str, Tensor, Tensor]] = []
+        for slot in slots:
+            target = self._target(self._routes.in_buckets[slot.name])
+            if target is None:
+                continue
+            if target.dtype in (torch.float32, torch.float64) and target.is_contiguous():
+                flat = target if target.dim() == 1 else target.view(-1)
+            else:
+                # Half-precision sums are rounded once at the end, not after every rank.
+                flat = torch.empty(target.numel(), dtype=wide(target), device=target.device)
+                rounded.append((slot.name, target, flat))
+            parts.append((slot.offset, flat))
+        reduced.write(parts)
+        for _, target, flat in rounded:
+            target.copy_(flat.view(target.shape))
+        half = [(name, target.isinf().any()) for name, target, flat in rounded if target.dtype != flat.dtype]
+        # A device is waited for once.
+        found = torch.stack([infinite for _, infinite in half]).tolist() if half else []
+        return [name for (name, _), infinite in zip(half, found, strict=True) if infinite]
+
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
-    def _check(self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless a state fits parameters of these shapes."""
+    def _check(self, state: Mapping[str, Any], names: Mapping[Tensor, str], sparse: Collection[str]) -> None:
+        """Raise ValueError unless a state fits the parameters that have `names`, without those that are `sparse`."""
         if holds_anything(state):
+            shapes = {name: tuple(one.shape) for one, name in names.items() if name not in sparse}
             check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
 
     def _extend(
-        self, new: dict[Tensor, str], sparse: Collection[str], gather: Callable[[str], list[str]], **place: Any
+        self,
+        new: dict[Tensor, str],
+        sparse: Collection[str],
+        gather: Callable[[object], list[Any]],
+        *,
+        rank: int,
+        **place: Any,
     ) -> None:
-        """Make buckets for new parameters, and load the state that was deferred. The first time this blocks.
+        """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks.
 
         `sparse` names those with sparse gradients, `gather` returns every rank's value, and `place` is what `Pipeline` is
         told of this rank and of the others.
         """
-        pipeline, compressor = self.pipeline, self.compressor
+        pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
+        agree_on_states(lambda: self._check(state, new, () if self._sparse_as_dense else sparse), gather, rank)
         if pipeline is None:
             groups = compressor.exchange.hosts(self._world, gather)
-            pipeline = Pipeline(
-                tensor_ops(), compressor, world=self._world, **place, groups=groups, device_selector=on_gpu
-            )
+            place |= {"world": self._world, "rank": rank, "groups": groups, "device_selector": on_gpu}
+            pipeline = Pipeline(tensor_ops(), compressor, **place)
             if self.momentum is not None:
                 pipeline.intake.momentum = self.momentum.of
         self._add_buckets(new, sparse, pipeline)
@@ -195,11 +222,10 @@ class TensorReducer(Store):
 
     def _add_buckets(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:
         routes, here = self._routes, {name: parameter for parameter, name in new.items()}
-        with_sparse = {here[name] for name in sparse if name in here}
         if self._sparse_as_dense:
-            routes.sparse_as_dense |= with_sparse
+            routes.sparse_as_dense |= {here[name] for name in sparse if name in here}
         else:
-            routes.sparse |= with_sparse
+            self.sparse = {*self.sparse, *sparse}
             here = {name: parameter for name, parameter in here.items() if name not in sparse}
         numbers = {group: number for number, group in enumerate(dict.fromkeys(self._groups.values()))}
         described = [
@@ -220,9 +246,9 @@ class TensorReducer(Store):
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         """Forget what is kept of parameters that are not trained any more."""
-        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
-        for parameter in frozen - self._frozen - self._routes.sparse:
-            pipeline.drop(self._routes.names[parameter])
+        frozen = {name for parameter, name in self._routes.names.items() if not parameter.requires_grad}
+        for name in frozen - self._frozen:
+            pipeline.drop(name)
         self._frozen = frozen
 
     # --- updates in place of gradients, and parameters that move while gradients are computed ---

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
+from horovod_sparse.core.agreement import check_steps, compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.core.state import empty_state
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.gradients import write_to
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_real, description
 from horovod_sparse.torch.step import Step
@@ -89,10 +86,6 @@ class GroupReducer(TensorReducer):
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
 
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
-        gradients, parameters = self._step.gradients, self._routes.in_buckets
-        return write_to([(slot, gradients[parameters[slot.name]]) for slot in slots], reduced)
-
     def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
         self.reduce_all(lambda: self._of_all(self.grown(drifts)))
 
@@ -128,8 +121,6 @@ class GroupReducer(TensorReducer):
         mine = self._describe(new)
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
-        shapes = {name: tuple(parameter.shape) for parameter, name in new.items()}
-        agree_on_states(lambda: self._check(self.deferred or empty_state(), shapes), group.everyone, group.rank)
         self._extend(new, (), group.everyone, position=group.position, rank=group.rank, averages=self._averages)
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
