@@ -29,6 +29,8 @@ class Place:
     world: int = 1
 
 
+_FIXED = (int, float, str, Place)
+"""Types of values that cannot change."""
 ALONE = Place()
 """A selection outside of any bucket."""
 
@@ -91,7 +93,8 @@ class BucketState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all fields, for `restore`."""
-        return {name: _own(value) for name, value in vars(self).items()}
+        # Without a call for each of them: this happens in every step.
+        return {name: value if type(value) in _FIXED else _own(value) for name, value in vars(self).items()}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
@@ -119,7 +122,7 @@ class BucketState:
 
 def _own(value: Any) -> Any:
     """Return a copy of a field's value; the value itself if it cannot change."""
-    return value if isinstance(value, (int, float, str, Place)) else copy.deepcopy(value)
+    return value if isinstance(value, _FIXED) else copy.deepcopy(value)
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, type]:

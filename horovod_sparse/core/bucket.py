@@ -81,7 +81,7 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: list[Entries] = []
-        """Entries of the residual that were taken, with the values that they had before: NaN if they are not taken yet."""
+        """Entries of the residual taken, and their values before. If the first is NaN, they are not taken yet."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
@@ -205,8 +205,8 @@ class Bucket:
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
-        # NaN says that they are not taken yet.
-        entries[:] = math.nan
+        # It says that they are not taken yet.
+        entries[:1] = math.nan
         self._taken.append(Entries(indices, entries))
         return entries
 
@@ -306,7 +306,8 @@ class Bucket:
         """Return what was taken to the residual."""
         self._recall()
         for indices, values in self._taken:
-            if bool((values == values).any()):
+            first = values[:1]
+            if bool((first == first).any()):
                 self.buffer[indices] = values
         if self.run is not None:
             self.run.restore()

@@ -77,6 +77,8 @@ class HostSelector:
 
     def __post_init__(self) -> None:
         self._tracked = self.ops.tracked(self.buffer)
+        # The tests hold the package's own classes to it.
+        self._is_foreign = not type(self.compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
         self._dtype = str(self.buffer.dtype).removeprefix("torch.")
         self._hinted = False
         self.not_finite: list[int] = []
@@ -112,7 +114,9 @@ class HostSelector:
         """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
         selection = self.compressor.select(self._tracked, x, k, capacity, state)
         self._tracked.forget()
-        return check_selection(type(self.compressor).__name__, selection, x, capacity)
+        if self._is_foreign:
+            check_selection(type(self.compressor).__name__, selection, x, capacity)
+        return selection
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
@@ -120,8 +124,7 @@ class HostSelector:
         else:
             indices, found, _ = self.select(self.buffer, state, k, capacity)
         self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
-        values = self.ops.take(self.buffer, indices, self.remember(indices))
-        message = self.ops.pack(indices, values, capacity)
+        message = self.ops.take_pairs(self.buffer, indices, capacity, self.remember(indices))
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
         return message

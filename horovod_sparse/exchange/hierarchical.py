@@ -113,7 +113,7 @@ def _message(bucket: Sender, grid: Grid, run: Run, parts: Array | None) -> Array
     run.after = shard
     indices = selection.indices
     bucket.sent(len(indices), selection.found - len(indices), k)
-    message = ops.pack(indices, ops.take(shard, indices), capacity)
+    message = ops.take_pairs(shard, indices, capacity)
     if not is_finite:
         message[0, 0] = wire.NOT_FINITE
     return message

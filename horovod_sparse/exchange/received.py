@@ -53,7 +53,7 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
     check_result(bucket, total, (length + len(tail),), values.dtype)
     bad, *bits = total[length:].tolist()
     # `bits` holds the sum of each bit of the checksum over the ranks.
-    if any(bit not in (0.0, float(bucket.world)) for bit in bits):
+    if not {*bits} <= {0.0, float(bucket.world)}:
         raise disagreement(bucket)
     if not 0 <= bad <= bucket.world or bad % 1:
         raise damaged(

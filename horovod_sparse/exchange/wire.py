@@ -76,7 +76,7 @@ def split(gathered: Array, world: int) -> list[Array]:
 
 def tail(finite: bool, checksum: int) -> list[float]:
     """Return the numbers that follow the values of a rank in message 2."""
-    return [0.0 if finite else 1.0, *(float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS))]
+    return [0.0 if finite else 1.0] + [float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS)]
 
 
 def float_bits(number: float) -> int:

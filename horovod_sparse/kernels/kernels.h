@@ -69,9 +69,11 @@ int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threa
    threads, room for twice as many mostly suffices. */
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
-/* Sets values to x[indices] rounded to float32, and subtracts them from x. Writes x[indices] as they were to `entries`, unless
-   it is null. Changes nothing and returns 0 if an index is outside [0, n). */
-int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values);
+/* Subtracts x[indices], rounded to float32, from x. Writes what was subtracted to `values` or, with its indices, to a `message`
+   of `capacity` >= count pairs; the other one is null. Writes x[indices] as they were to `entries`, unless it is null. Changes
+   nothing and returns 0 if an index is outside [0, n). */
+int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values,
+            hs_pair* message, int64_t capacity);
 /* Writes to each target the sum of those entries of `world` messages of pairs whose indices are in [first, first + n); its
    own indices count from `first`. Entries are divided by `divisor`, then added in the messages' order. The target is zero
    where no message has an entry. The first used[w] of the `capacity` rows of message number w are in use. Changes nothing and

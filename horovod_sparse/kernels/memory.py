@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.kernels import ffi, lib
-from horovod_sparse.ops.protocol import Array, Moving, Ops, Part, Sums
+from horovod_sparse.ops.protocol import Array, Moving, Ops, Part, Selection, Sums
 
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 """The types of arrays. The number of a float type is its code in kernels.h."""
@@ -67,6 +68,9 @@ class HostOps(Ops, Protocol):
 
     def array(self, host: NDArray[Any]) -> Array:
         """Return the framework's array that has the memory of `host`."""
+
+    def select_named(self, x: Array, names: NDArray[np.int32] | None, threshold: float, capacity: int) -> Selection:
+        """Do as `select_above`. If x holds some entries of an array, `names` are their indices in it."""
 
 
 def take_in(

@@ -70,8 +70,12 @@ class KernelOps(HostOps):
     # --- selection ---
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        return self.select_named(x, None, threshold, capacity)
+
+    def select_named(self, x: Array, names: NDArray[np.int32] | None, threshold: float, capacity: int) -> Selection:
         at = self._wide(x)
         if at is None or threshold < 0.0:
+            assert names is None
             return super().select_above(x, threshold, capacity)
         # Memory that is not written to costs nothing, but a second pass does.
         room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
@@ -79,10 +83,11 @@ class KernelOps(HostOps):
             above = np.empty(room, np.int32)
             found = lib.hs_select_above(*at.read(), threshold, _written(above), room, threads, complete)
             room, threads = found, 1
-        indices = self.array(above[:found].astype(np.int64))
+        above = above[:found]
         if found > capacity:
-            indices = indices[self.select_largest(x[indices], capacity).indices]
-        return Selection(indices, found)
+            above = above[np.asarray(self.select_largest(x[above], capacity).indices)]
+        named = above if names is None else names[above]
+        return Selection(self.array(named.astype(np.int64)), found)
 
     def select_largest(self, x: Array, count: int) -> Selection:
         if self._wide(x) is None:
@@ -118,14 +123,29 @@ class KernelOps(HostOps):
         if at is None:
             return super().take(x, indices, entries)
         some = _of_type(INT64, "indices", self.memory(indices))
-        values, before = np.empty(some.numel, np.float32), ffi.NULL
+        values = np.empty(some.numel, np.float32)
+        self._take(at, some, entries, _written(values), ffi.NULL, 0)
+        return self.array(values)
+
+    def take_pairs(self, x: Array, indices: Array, capacity: int, entries: Array | None = None) -> Array:
+        at = self._wide(x)
+        if at is None:
+            return super().take_pairs(x, indices, capacity, entries)
+        some = _of_type(INT64, "indices", self.memory(indices))
+        if some.numel > capacity:
+            raise ValueError(f"there must be up to {capacity} indices, got {some.numel}")
+        message = np.empty((capacity, 2), np.int32)
+        self._take(at, some, entries, ffi.NULL, _written(message), capacity)
+        return self.array(message)
+
+    def _take(self, at: Memory, some: Memory, entries: Array | None, *where: Any) -> None:
+        before = ffi.NULL
         if entries is not None:
             before, _, number = _of_type(at.type, "entries", self.memory(entries)).write()
             if number != some.numel:
                 raise ValueError(f"entries must be {some.numel}, got {number}")
-        if not lib.hs_take(*at.write(), some.pointer(), some.numel, before, _written(values)):
+        if not lib.hs_take(*at.write(), some.pointer(), some.numel, before, *where):
             raise IndexError(f"indices must be in [0, {at.numel})")
-        return self.array(values)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         at = self.memory(values)

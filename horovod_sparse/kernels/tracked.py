@@ -118,15 +118,22 @@ class TrackedMemory(Cached):
             return sums or self._ops.measure(x, threshold, with_log=with_log)
         # The order and the number of entries decide how sums are rounded. So these are the same entries whether they were noted
         # or not: a resumed run, which has no notes in its first step, gets the same bits.
-        if self.above is None or threshold != self.above.cut:
+        above = self.above
+        if above is None or threshold != above.cut:
             return narrow(self, x, threshold).measure(x, threshold, with_log=with_log)
-        return super().measure(x, threshold, with_log=with_log)
+        return self._ops.measure(above.values, threshold, with_log=with_log)
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        above = self.above if x is self._x else None
+        if above is None or threshold < above.cut:
+            return self._ops.select_above(x, threshold, capacity)
+        # Of all that were noted, few are selected: only their indices are widened.
+        return self._ops.select_named(above.values, above.indices, threshold, capacity)
 
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         if among is x:
             return selection
         assert self._above is not None
-        # Of all that were noted, few are selected: only their indices are widened.
         indices = self._above.indices[np.asarray(selection.indices)].astype(np.int64)
         return selection._replace(indices=self._ops.array(indices))
 

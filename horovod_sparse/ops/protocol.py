@@ -153,6 +153,10 @@ class Ops(Protocol):
         `entries`, of x's type, is filled with x[indices] before x changes: an interrupt may come in between.
         """
 
+    def take_pairs(self, x: Array, indices: Array, capacity: int, entries: Array | None = None) -> Array:
+        """Return the message of pairs (`pack`) of indices and of what `take` takes there."""
+        return self.pack(indices, self.take(x, indices, entries), capacity)
+
     def put(self, x: Array, indices: Array, values: Array) -> None:
         """Add finite values to x at `indices`, in place. Sums that leave the range of x's type stay at its largest number."""
 
