@@ -18,7 +18,6 @@ from horovod_sparse.numpy import (
     Clip,
     Hierarchical,
     MiCRO,
-    MomentumCorrection,
     NoOp,
     RandomK,
     SIDCo,
@@ -45,7 +44,7 @@ def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"TopK 0.1: 2 buckets, 1700 entries, 1 parameters dense, kernels {kernels.variant()}"]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_types_are_kept(dtype: Any) -> None:
     reduce = SparseAllreduce(None, NoOp())
     for step in range(2):
@@ -54,7 +53,7 @@ def test_types_are_kept(dtype: Any) -> None:
         for name in SHAPES:
             np.testing.assert_array_equal(given[name], kept[name], err_msg="the caller's array was changed")
             # Values travel as float32; in a float64 residual the rest stays.
-            np.testing.assert_allclose(reduced[name], given[name], rtol=1e-6 if dtype != np.float16 else 0)
+            np.testing.assert_allclose(reduced[name], given[name], rtol=1e-6)
             assert reduced[name].dtype == dtype
 
 
@@ -66,7 +65,7 @@ def test_what_is_refused() -> None:
         SparseAllreduce(None, TopK(0.1, updates=True))
     reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
-    for dtype in (np.int64, np.complex128, np.longdouble):
+    for dtype in (np.int64, np.float16, np.complex128, np.longdouble):
         message = rf"gradients\['weight'\] must be floating point, .* got {np.dtype(dtype)}"
         with pytest.raises(TypeError, match=message):
             reduce({"weight": np.ones(1000, dtype)})
@@ -118,24 +117,6 @@ def test_a_state_that_is_refused_before_the_first_call_fixes_nothing() -> None:
             reduce.load_state_dict(bad, local(0))
     given = {"another": np.arange(2000.0)}
     np.testing.assert_array_equal(reduce(given)["another"], other(given)["another"])
-
-
-@pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum": MomentumCorrection(0.9)})])
-def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: dict[str, Any]) -> None:
-    """Gradients of half precision add up in residuals and velocities, which have more range."""
-    reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, warmup=None, **settings))
-    rng = np.random.default_rng(0)
-    errors = []
-    for _ in range(100):
-        given = {name: rng.uniform(900, 1000, size).astype(np.float16) for name, size in (("w", 300), ("b", 9))}
-        given = {name: gradient * np.float16(8 if name == large else 0.01) for name, gradient in given.items()}
-        try:
-            assert all(np.isfinite(reduced).all() for reduced in reduce(given).values())
-        except FloatingPointError as error:
-            errors.append(str(error))
-    expected = f"rank 0: the reduced gradient of parameter '{large}' is finite, but beyond the range of its type"
-    assert len(errors) > 50 and all(expected in error for error in errors)
-    assert np.isfinite(reduce.state_dict()["residuals"]["w"]).all()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +207,7 @@ def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bo
             with pytest.raises(Interruption):
                 reduce(of_rank(1, rank))
             reduce.pipeline.end_step = end  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match=r"as many calls must have returned on all workers, got \[2, 1\]"):
+        with pytest.raises(RuntimeError, match=r"must have returned on all workers, but has raised on \[1\] alone"):
             reduce(of_rank(2, rank))
         reduce.load_state_dict(saved)
         return reduce(of_rank(3, rank))

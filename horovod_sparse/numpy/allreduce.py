@@ -17,7 +17,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Parameter, Slot, planned
-from horovod_sparse.core.pipeline import Pipeline, Wait, Write
+from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.store import log_start
@@ -27,8 +27,11 @@ from horovod_sparse.numpy.compiled import host_ops
 Array = NDArray[Any]
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
-_TYPES = [np.dtype(one) for one in ("float16", "float32", "float64")]
-"""Residuals of wider types would not hold what they are given."""
+_TYPES = [np.dtype(one) for one in ("float32", "float64")]
+"""Those that residuals have."""
+
+_GIVEN_UP, _EXCHANGED, _RETURNED = range(3)
+"""How a worker's step has ended: within its collectives, after them, or by returning what was reduced."""
 
 
 @dataclass(eq=False)
@@ -85,11 +88,8 @@ class SparseAllreduce:
         """The communicator of steps. MPI matches by order, so after a step that was given up there must be another."""
         self._meeting: Wait | None = None
         """Waits for what the workers tell each other before a step."""
-        self._given_up: list[int] = []
-        """How many steps every worker had given up when `_lane` was made."""
-        self._unfinished = self._told = self._returned = 0
-        """How many steps this worker has given up within their collectives, how many of them the others were told of, and how
-        many calls have returned."""
+        self._ended = _RETURNED
+        """How this worker's last step has ended."""
         place: dict[str, Any] = {"world": self._world, "position": self._rank, "rank": self._rank}
         self._new_pipeline = partial(Pipeline, ops=host_ops(), compressor=compression, averages=average, **place)
         self.pipeline = self._new_pipeline()
@@ -98,11 +98,11 @@ class SparseAllreduce:
         """Return the average of all workers' `gradients`, as new arrays by name.
 
         Args:
-            gradients: floating-point arrays, the same names, shapes and types on every worker and in every call.
+            gradients: arrays of float32 or float64, the same names, shapes and types on every worker and in every call.
             learning_rate: the learning rate of this step, >= 0; only `lr_in_residual` needs it.
 
         Raises:
-            TypeError: `gradients` is no mapping of names to arrays of float16, float32 or float64.
+            TypeError: `gradients` is no mapping of names to such arrays.
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
             FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
             RuntimeError: on every worker, if the last call has returned on some workers and raised on others.
@@ -120,7 +120,7 @@ class SparseAllreduce:
             self._tell_others()
             raise
         self._under_way.clear()
-        self._returned += 1
+        self._ended = _RETURNED
         return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
@@ -135,8 +135,9 @@ class SparseAllreduce:
             bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
             if bucket is not None:
                 under_way.append((bucket, self._start(bucket.begin(), self._lane)))
-        self.pipeline.complete(under_way, writer(reduced), lambda _, collective: self._start(collective, self._lane))
-        self._unfinished -= 1
+        write = partial(write_to, reduced)
+        self.pipeline.complete(under_way, write, lambda _, collective: self._start(collective, self._lane))
+        self._ended = _EXCHANGED
         self.pipeline.end_step()
         return reduced
 
@@ -145,21 +146,21 @@ class SparseAllreduce:
         step = self.pipeline.buckets[0].state.step if self.pipeline.buckets else 0
         if self._meeting is None:
             # After an interrupt the others know these numbers already.
-            self._meeting = self._start(Collective("allgather", np.array([self._returned, self._unfinished, step])))
-        returned, unfinished, steps = self._meeting().reshape(self._world, -1).T.tolist()
+            self._meeting = self._start(Collective("allgather", np.array([self._ended, step])))
+        ended, steps = self._meeting().reshape(self._world, -1).T.tolist()
         # In one statement: either the others are still to be met, or this worker takes part in their step.
-        self._meeting, self._unfinished = None, self._unfinished + 1
-        # This is told once.
-        self._returned = max(returned)
-        if len(set(returned)) > 1:
+        self._meeting, self._ended = None, _GIVEN_UP
+        raised = [rank for rank, how in enumerate(ended) if how != _RETURNED]
+        # This is told once: afterwards the step has been given up on all workers.
+        if 0 < len(raised) < self._world:
             raise RuntimeError(
-                f"rank {self._rank}: as many calls must have returned on all workers, got {returned}: the last one has raised "
-                "on some alone, and their parameters may differ. Load a checkpoint on all workers"
+                f"rank {self._rank}: the last call must have returned on all workers, but has raised on {raised} alone, and "
+                "parameters may differ. Load a checkpoint on all workers"
             )
         if self.pipeline.compressor.changes:
             check_steps(steps, self._rank)
-        if unfinished != (self._given_up or [0] * self._world):
-            self._lane, self._given_up = self._comm and self._comm.Dup(), unfinished
+        if _GIVEN_UP in ended:
+            self._lane = self._comm and self._comm.Dup()
 
     def _start(self, collective: Collective, comm: Any = None) -> Wait:
         message = np.ascontiguousarray(collective.message)
@@ -182,11 +183,8 @@ class SparseAllreduce:
 
     def _tell_others(self) -> None:
         """Tell the other workers that this one has given up a step whose collectives they may wait for. Does not wait."""
-        if self._unfinished == self._told or self._lane is None:
-            return
-        self._told = self._unfinished
         for other in range(self._world):
-            if other != self._rank:
+            if other != self._rank and self._ended == _GIVEN_UP:
                 told = _Started(np.zeros(1, np.uint8), np.zeros(0))
                 self._under_way.append(told)
                 told.request = self._lane.Isend(told.message, other)
@@ -251,7 +249,7 @@ class SparseAllreduce:
         Before the first call, pass arrays like the gradients: they fix names, shapes and types.
 
         Raises:
-            TypeError: `gradients` is needed and not given, or is no mapping of names to arrays of floats.
+            TypeError: `gradients` is needed and not given, or is no mapping of names to such arrays.
             ValueError: the state is damaged, or belongs to other arrays or settings; nothing was changed.
         """
         if not self._shapes:
@@ -282,7 +280,7 @@ def check_compression(compression: object) -> None:
 
 
 def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Return `gradients` as arrays. Raise TypeError unless they have names and are of floats that residuals can hold."""
+    """Return `gradients` as arrays. Raise TypeError unless they have names and are of types that residuals have."""
     if not isinstance(gradients, Mapping):
         raise TypeError(
             f"gradients must be a mapping of names to arrays, such as {{'weights': gradient}}, got {type(gradients).__name__}"
@@ -291,8 +289,8 @@ def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:
     for name, array in arrays.items():
         if array.dtype not in _TYPES:
             raise TypeError(
-                f"gradients[{name!r}] must be floating point, of type float16, float32 or float64, got {array.dtype}; "
-                "convert it, for instance with astype(np.float64)"
+                f"gradients[{name!r}] must be floating point, of type float32 or float64, got {array.dtype}; convert it, "
+                "for instance with astype(np.float64)"
             )
     return arrays
 
@@ -315,20 +313,6 @@ def add_buckets(pipeline: Pipeline, gradients: Mapping[str, Array]) -> None:
     log_start(pipeline, kernels.variant())
 
 
-def writer(reduced: Mapping[str, Array]) -> Write:
-    """Return what writes reduced gradients to the arrays `reduced`, which are contiguous."""
-    # Half-precision sums are rounded once, at the end, not after every worker.
-    wide = {
-        name: np.empty(array.size, np.float32) if array.dtype == np.float16 else array.reshape(-1)
-        for name, array in reduced.items()
-    }
-
-    def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
-        sent.write([(slot.offset, wide[slot.name]) for slot in slots])
-        halves = [slot.name for slot in slots if reduced[slot.name].dtype == np.float16]
-        with np.errstate(over="ignore"):
-            for name in halves:
-                reduced[name][...] = wide[name].reshape(reduced[name].shape)
-        return [name for name in halves if np.isinf(reduced[name]).any()]
-
-    return write
+def write_to(reduced: Mapping[str, Array], slots: Sequence[Slot], sent: Reduced) -> None:
+    """Write reduced gradients to the arrays `reduced`, which are contiguous."""
+    sent.write([(slot.offset, reduced[slot.name].reshape(-1)) for slot in slots])

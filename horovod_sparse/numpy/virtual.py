@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
 from horovod_sparse.core.statistics import NO_STATS, Stats
-from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.numpy.allreduce import Shapes, add_buckets, arrays_of, check_compression, shapes_of, writer
+from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.numpy.allreduce import Shapes, add_buckets, arrays_of, check_compression, shapes_of, write_to
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
@@ -49,12 +50,12 @@ class VirtualWorkers:
         """Return the average of all workers' gradients, as new arrays by name: the same on all workers, so there is one.
 
         Args:
-            gradients: floating-point arrays of shape `(number, ...)`, one gradient for each worker. Their names, shapes and
-                types must be the same in every call.
+            gradients: arrays of float32 or float64 and of shape `(number, ...)`, one gradient for each worker. Their names,
+                shapes and types must be the same in every call.
             learning_rate: the learning rate of this step, >= 0; only `lr_in_residual` needs it.
 
         Raises:
-            TypeError: `gradients` is no mapping of names to arrays of float16, float32 or float64.
+            TypeError: `gradients` is no mapping of names to such arrays.
             ValueError: an array has not one gradient for each worker, or is not as in the first call.
             FloatingPointError: a gradient holds NaN or infinity (see `not_finite`). The error names the worker, as its rank.
         """
@@ -98,13 +99,7 @@ class VirtualWorkers:
 
     def _exchange(self, buckets: Sequence[AnyBucket], reduced: Mapping[str, Array]) -> None:
         """Exchange a bucket of all workers, and write its reduced gradients."""
-        write, overflowed = writer(reduced), list[str]()
-
-        def write_once(slots: Any, sent: Reduced) -> list[str]:
-            overflowed.extend(write(slots, sent) or ())
-            return overflowed
-
-        writes = [write_once] + [lambda slots, sent: overflowed] * (self.number - 1)
+        writes: list[Write] = [partial(write_to, reduced)] + [lambda slots, sent: None] * (self.number - 1)
         asked = [bucket.begin() for bucket in buckets]
         while asked:
             each = zip(self.pipelines, buckets, results_of(asked), writes, strict=True)
