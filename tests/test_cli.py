@@ -51,7 +51,7 @@ def test_broken_frameworks_are_reported_not_suffered(tmp_path: Path) -> None:
 
 
 def test_a_machine_where_nothing_can_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "findings", lambda: [check.Finding("missing", one.what, "") for one in check.LINES])
+    monkeypatch.setattr(check, "findings", lambda: [check.Finding("missing", what, "") for what in check.LINES])
     assert cli.main(["check"]) == 1
 
 
@@ -70,6 +70,6 @@ def test_a_machine_where_nothing_can_run_is_a_failure(monkeypatch: pytest.Monkey
 )
 def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:
     monkeypatch.setenv(kernels.VARIABLE, said)
-    finding = next(line for line in check.LINES if line.what == "kernels").finding()
+    finding = check.finding("kernels")
     assert finding.mark == mark and finding.detail.startswith(detail)
     assert bool(finding.remedy) == (mark != "ok")

@@ -15,7 +15,7 @@ from horovod_sparse import kernels
 
 _SETS = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
 """The instruction sets that tell a processor's generation."""
-PATIENCE = 150.0
+_PATIENCE = 150.0
 """Seconds that a library may take."""
 
 
@@ -33,44 +33,24 @@ class Finding(NamedTuple):
         return f"{self.mark:<8} {self.what:<20} {self.detail}{advice}"
 
 
-class Line(NamedTuple):
-    """One check."""
-
-    what: str
-    find: Callable[[], str]
-    """Returns the detail of a finding that is "ok". Raises UserWarning for "warn", any other error for "missing"."""
-    remedy: str
-
-    def finding(self) -> Finding:
-        try:
-            return Finding("ok", self.what, self.find())
-        except UserWarning as problem:
-            return Finding("warn", self.what, str(problem), self.remedy)
-        except (RuntimeError, ValueError) as error:
-            return Finding("missing", self.what, str(error), self.remedy)
-
-
-def imported(statements: str, detail: str) -> str:
+def _imported(statements: str, detail: str) -> str:
     """Return the value of the expression `detail` after some statements, in another process. Raise RuntimeError if it fails."""
     command = [sys.executable, "-c", f"{statements}\nprint({detail})"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired as expired:
-        raise RuntimeError(f"gave no answer within {PATIENCE:g} s") from expired
+        raise RuntimeError(f"gave no answer within {_PATIENCE:g} s") from expired
+    *_, last = ["", *(done.stderr if done.returncode else done.stdout).strip().splitlines()]
     if done.returncode:
-        raise RuntimeError(_last_line(done.stderr) or f"ended with exit status {done.returncode}")
-    return _last_line(done.stdout)
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        raise RuntimeError(last or f"ended with exit status {done.returncode}")
+    return last
 
 
 def _horovod(framework: str) -> str:
     # Importing the adapter checks the installed Horovod.
     statements = f"import horovod, horovod.{framework} as hvd, horovod_sparse.{framework}"
     built = ", ".join(f"'{name}' * hvd.{name}_built()" for name in ("mpi", "gloo", "nccl"))
-    return imported(statements, f"horovod.__version__ + ', with ' + ', '.join(filter(None, ({built})))")
+    return _imported(statements, f"horovod.__version__ + ', with ' + ', '.join(filter(None, ({built})))")
 
 
 def _program(name: str) -> str:
@@ -115,17 +95,18 @@ _MPI = "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI"
 _HOROVOD = "build Horovod 0.28.1: make setup, or docker/build_horovod.sh PYTHON"
 _TENSORFLOW = "only for TensorFlow: pip install tensorflow-cpu"
 _VERSION = "MPI.Get_library_version().split(',')[0].strip()"
-LINES = (
-    Line("torch", partial(imported, "import torch", _TORCH), "pip install torch"),
-    Line("DDP", partial(imported, _DDP, "'torch.distributed'"), "settle torch first"),
-    Line("horovod for torch", partial(_horovod, "torch"), _HOROVOD),
-    Line("tensorflow", partial(imported, "import tensorflow", "tensorflow.__version__"), _TENSORFLOW),
-    Line("horovod for tf", partial(_horovod, "tensorflow"), f"only for TensorFlow: {_HOROVOD}"),
-    Line("mpi4py", partial(imported, _MPI, _VERSION), "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
-    Line("mpirun", partial(_program, "mpirun"), "install openmpi-bin, or start with horovodrun --gloo"),
-    Line("horovodrun", partial(_program, "horovodrun"), f"{_HOROVOD}, or start with mpirun"),
-    Line("kernels", _kernels, f"install g++ and reinstall, unset {kernels.VARIABLE}"),
-)
+LINES: dict[str, tuple[Callable[[], str], str]] = {
+    "torch": (partial(_imported, "import torch", _TORCH), "pip install torch"),
+    "DDP": (partial(_imported, _DDP, "'torch.distributed'"), "settle torch first"),
+    "horovod for torch": (partial(_horovod, "torch"), _HOROVOD),
+    "tensorflow": (partial(_imported, "import tensorflow", "tensorflow.__version__"), _TENSORFLOW),
+    "horovod for tf": (partial(_horovod, "tensorflow"), f"only for TensorFlow: {_HOROVOD}"),
+    "mpi4py": (partial(_imported, _MPI, _VERSION), "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
+    "mpirun": (partial(_program, "mpirun"), "install openmpi-bin, or start with horovodrun --gloo"),
+    "horovodrun": (partial(_program, "horovodrun"), f"{_HOROVOD}, or start with mpirun"),
+    "kernels": (_kernels, f"install g++ and reinstall, unset {kernels.VARIABLE}"),
+}
+"""What returns the detail of a line that is "ok", and a remedy. UserWarning stands for "warn", other errors for "missing"."""
 
 WAYS = {
     "torch with Horovod": ("torch", "horovod for torch", "kernels"),
@@ -136,7 +117,18 @@ WAYS = {
 """The ways of training, and the lines that must not be ``missing`` for each."""
 
 
+def finding(what: str) -> Finding:
+    """Check what one of `LINES` names."""
+    find, remedy = LINES[what]
+    try:
+        return Finding("ok", what, find())
+    except UserWarning as problem:
+        return Finding("warn", what, str(problem), remedy)
+    except (RuntimeError, ValueError) as error:
+        return Finding("missing", what, str(error), remedy)
+
+
 def findings() -> list[Finding]:
     """Run all checks, and return one finding for each."""
     with ThreadPoolExecutor(len(LINES)) as pool:
-        return [*pool.map(Line.finding, LINES)]
+        return [*pool.map(finding, LINES)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from horovod_sparse import __version__
 from horovod_sparse.tools import check, plan, trial
@@ -20,7 +20,8 @@ def _check(_: argparse.Namespace) -> int:
     return 1 if all(lacking.values()) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit status."""
     parser = argparse.ArgumentParser(prog="horovod-sparse", description="Gradient sparsification for Horovod.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,14 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     planned = commands.add_parser("plan", help=text, description=text)
     plan.add_arguments(planned)
     planned.set_defaults(run=plan.run)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return its exit status."""
-    arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
-    return run(arguments)
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
 
 
 if __name__ == "__main__":
