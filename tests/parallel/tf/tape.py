@@ -580,22 +580,21 @@ def embeddings_may_have_other_gradients_in_every_step() -> None:
 @scenario(TF_2)
 def constant_gradients_are_reduced_in_every_step() -> None:
     """Though TensorFlow could work them out when it optimises the graph, on the one rank that has them."""
-    weights = variables({"big": (400,), "small": (20,)})
+    weights = variables({"big": (400,), "small": (20,), "table": (50, 20)})
+    big, small, table = sources = list(weights.values())
     compression = NoOp()
 
-    @tf.function
-    def constant() -> Any:
-        sources = list(weights.values())
-        return tape_gradient(lambda: tf.add_n([tf.reduce_sum(one) for one in sources]), sources, compression)
+    def gradients(scale: float) -> Any:
+        def loss() -> Any:
+            return scale * (tf.reduce_sum(big) + tf.reduce_sum(small) + tf.reduce_sum(tf.gather(table, [3])))
 
+        return tape_gradient(loss, sources, compression)
+
+    constant = tf.function(lambda: gradients(1.0))
     for step in range(4):
-        if hvd.rank():
-            given = {name: np.full(weight.shape, float(step), np.float32) for name, weight in weights.items()}
-            got = list(reduce(compression, weights, given).values())
-        else:
-            got = [one.numpy() for one in constant()]
-        for one in got:
-            np.testing.assert_array_equal(one, (1.0 + step) / 2)
+        *dense, slices = gradients(float(step)) if hvd.rank() else constant()
+        for one in (*dense, tf.convert_to_tensor(slices)[3]):
+            np.testing.assert_array_equal(one, np.full(one.shape, (1.0 + step) / 2))
 
 
 @scenario(TF_2)
