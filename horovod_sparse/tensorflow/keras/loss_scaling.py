@@ -22,11 +22,6 @@ def is_scaler(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-def inner_of(optimizer: Any) -> Any:
-    """Return the optimizer that makes the updates."""
-    return optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
-
-
 @functools.cache
 def follow_scalers() -> None:
     """Let `LossScaleOptimizer.apply` reduce the gradients first if the optimizer inside is distributed.

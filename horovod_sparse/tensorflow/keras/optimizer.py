@@ -21,7 +21,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import make_variable
-from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, spoiled
+from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, is_scaler, spoiled
 from horovod_sparse.tensorflow.keras.momentum import moved_momentum, without_momentum
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -56,7 +56,7 @@ def distributed(
     reduction = Reduction.among(arguments)
     workers, passes = reduction.process_set, backward_passes_per_step
     # A LossScaleOptimizer calls the distributed `apply` of the optimizer inside of it (`follow_scalers`).
-    inner = inner_of(optimizer)
+    inner = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
     _check(inner, passes, reduction)
     reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
@@ -80,7 +80,7 @@ def distributed(
         inner,
         reduce,
         reducer,
-        accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
+        accumulator=_Accumulator(passes) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
     )
@@ -222,10 +222,7 @@ def _reduce_sparse(reducer: Reducer, gradients: list[Any], variables: list[Varia
         reducer.undoes = True
         scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
         return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
-    # Undo a fixed loss scale. Nothing leaves out a step because of it.
-    factor = optimizer.loss_scale_factor or 1
-    gradients = [_divide(gradient, factor) for gradient in gradients]
-    return [_divide(gradient, 1 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
+    return list(reducer(gradients, variables, learning_rate=rate))
 
 
 def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
@@ -277,9 +274,8 @@ class _Dense:
 class _Accumulator:
     """Sums of gradients over several backward passes, in variables that are not among the optimizer's."""
 
-    def __init__(self, passes: int, sparse_as_dense: bool) -> None:
+    def __init__(self, passes: int) -> None:
         self._passes = passes
-        self._sparse_as_dense = sparse_as_dense
         self.count = make_variable(lambda: 0, "passes")
         """Number of passes in the sums."""
         self._sums: dict[Any, Variable] = {}
@@ -291,13 +287,6 @@ class _Accumulator:
         return sums, tf.equal(self.count, self._passes)
 
     def _add(self, gradient: Any, variable: Variable) -> Tensor | None:
-        if isinstance(gradient, tf.IndexedSlices):
-            if not self._sparse_as_dense:
-                raise ValueError(
-                    f"sparse_as_dense must be True with backward_passes_per_step={self._passes}, got False: the gradient of "
-                    f"{variable.name!r} is a tf.IndexedSlices, and those are not summed"
-                )
-            gradient = tf.convert_to_tensor(gradient)
         total = self._sums.get(variable.ref())
         if gradient is not None:
             if total is None:
@@ -311,8 +300,8 @@ class _Accumulator:
         return [variable.assign(tf.zeros_like(variable)) for variable in (self.count, *self._sums.values())]
 
 
-def _divide(gradient: Any, divisor: Any) -> Any:
-    if isinstance(divisor, (int, float)) and divisor == 1:
+def _divide(gradient: Any, divisor: int) -> Any:
+    if divisor == 1:
         return gradient
     return _on_values(lambda values: values / tf.cast(divisor, values.dtype), gradient)
 
