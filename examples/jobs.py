@@ -30,7 +30,11 @@ def make_job_parser(
         "--checkpoint-dir", type=Path, metavar="FOLDER", help="save checkpoints here, and resume from the newest"
     )
     parser.add_argument(
-        "--checkpoint-every", type=int, default=500, metavar="STEPS", help="besides the end of every epoch"
+        "--checkpoint-every",
+        type=int,
+        default=500,
+        metavar="STEPS",
+        help="besides the end of every epoch; not with fit",
     )
     parser.add_argument(
         "--pause-after", type=int, metavar="STEPS", help="end here, as a job at its time limit, to be resumed later"

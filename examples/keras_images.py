@@ -80,10 +80,8 @@ def main() -> None:
         Report(log, compression, numel),
     ]
     if args.checkpoint_dir:
-        # It resumes by itself. Short epochs are saved when they end.
-        by_epoch = args.checkpoint_every >= course.epoch_steps
-        every = {"every": 1, "unit": "epoch"} if by_epoch else {"every": args.checkpoint_every, "unit": "batch"}
-        callbacks.append(hvd.callbacks.CheckpointCallback(args.checkpoint_dir, **every))
+        # It saves when an epoch ends, and resumes by itself.
+        callbacks.append(hvd.callbacks.CheckpointCallback(args.checkpoint_dir))
     started = time.perf_counter()
     model.fit(
         train_batches(train, args, hvd, epoch),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, Literal
+from collections.abc import Iterable, MutableMapping
+from typing import Any
 from weakref import WeakSet
 
 import horovod.tensorflow as hvd
@@ -73,18 +73,15 @@ class CheckpointCallback(keras.callbacks.Callback):
     """Save checkpoints, and resume by itself from the newest complete one when `fit` begins. Give it to `fit` on every rank.
 
     A checkpoint holds the model's variables, the optimizer's, residuals and adaptive state of its compressor, the states of
-    the random generators of Keras' layers, NumPy and Python, and where training was. `fit` then begins with the epoch, and
-    the batch, that follow. Training goes on bit for bit if the data of an epoch are the same when it is begun again
-    (`shuffle=False`, or the same order in every epoch). Batches that were done are read and left out; callbacks see
-    them without logs. The metrics of such an epoch are those of its rest.
+    the random generators of Keras' layers, NumPy and Python, and how many epochs were done. `fit` then begins with the next.
+    Training goes on bit for bit if the data have the same order in every epoch, as with `shuffle=False`.
 
     A callback resumes once: a second `fit` with it continues with what the model is then.
 
     Args:
         folder: the folder of all checkpoints, on a file system that all hosts share.
-        every: a checkpoint is saved after so many epochs or batches. If gradients of several passes are being summed then, it
-            is saved when they have been applied.
-        unit: "epoch" or "batch".
+        every: a checkpoint is saved after so many epochs. If gradients of several passes are being summed then, it is saved
+            at the end of the next epoch where that is not so.
         keep: how many checkpoints are kept, >= 1. Older ones are removed.
         damaged: what happens if a file is missing or was changed: "skip" takes an older checkpoint and warns, "raise" raises.
 
@@ -94,28 +91,19 @@ class CheckpointCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        every: int = 1,
-        unit: Literal["epoch", "batch"] = "epoch",
-        keep: int = 3,
-        damaged: Damaged = "skip",
+        self, folder: str | os.PathLike[str], *, every: int = 1, keep: int = 3, damaged: Damaged = "skip"
     ) -> None:
         super().__init__()
         check_integer("every", every, 1)
         check_integer("keep", keep, 1)
-        check_choice("unit", unit, ("epoch", "batch"))
         check_choice("damaged", damaged, ("skip", "raise"))
-        self._folder, self._every, self._unit, self._keep = folder, every, unit, keep
+        self._folder, self._every, self._keep = folder, every, keep
         self._damaged: Damaged = damaged
         self._begun = False
         self.step = 0
-        """Number of batches that are done, in all epochs."""
-        self._epoch = self._batch = 0
-        """The epoch under way, and the number of its batches that are done."""
-        self._since = 0
-        """Epochs or batches since the last checkpoint."""
+        """Number of batches of the epochs that are done."""
+        self._batches = self._since = 0
+        """Batches of the epoch under way that are done, and epochs since the last checkpoint."""
 
     def on_train_begin(self, logs: MutableMapping[str, Any] | None = None) -> None:
         if self._begun:
@@ -126,58 +114,24 @@ class CheckpointCallback(keras.callbacks.Callback):
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         found = load_checkpoint(self._folder, damaged=self._damaged, model=self.model, optimizer=self.model.optimizer)
-        if not found.values:
-            return
-        self.step, self._epoch, self._batch = found.step, found.values["epoch"], found.values["batch"]
-        _resumed.add(self.model)
-        # Keras' own `BackupAndRestore` tells it in the same way.
-        self.model._initial_epoch = self._epoch
-        if self._batch:
-            self._read_without_training(self._batch)
-
-    def _read_without_training(self, left: int) -> None:
-        """Let the model read the first batches of its epoch, which were done before, without training on them."""
-        train = self.model.train_function
-
-        def train_function(iterator: Iterator[Any]) -> Any:
-            nonlocal left
-            if left == 0:
-                self.model.train_function = train
-                return train(iterator)
-            for _ in range(min(left, self.model.steps_per_execution)):
-                next(iterator)
-                left -= 1
-            return {}
-
-        self.model.train_function = train_function
-
-    def on_epoch_begin(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        if epoch != self._epoch:
-            self._epoch, self._batch = epoch, 0
-
-    def on_train_batch_begin(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        # Not at the end of the batch before, which could be the last of the epoch.
-        self._save_if_due()
+        if found.values:
+            self.step = found.step
+            _resumed.add(self.model)
+            # Keras' own `BackupAndRestore` tells it in the same way.
+            self.model._initial_epoch = found.values["epoch"]
 
     def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        new = max(batch + 1 - self._batch, 0)
-        self.step, self._batch = self.step + new, self._batch + new
-        if self._unit == "batch":
-            self._since += new
+        self._batches = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        self._epoch, self._batch = epoch + 1, 0
-        if self._unit == "epoch":
-            self._since += 1
-        self._save_if_due()
+        self.step += self._batches
+        self._since += 1
+        optimizer = self.model.optimizer
+        if self._since >= self._every and not passes_of(optimizer):
+            self._since = 0
+            save_checkpoint(
+                self._folder, self.step, keep=self._keep, model=self.model, optimizer=optimizer, epoch=epoch + 1
+            )
 
     def on_train_end(self, logs: MutableMapping[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
-
-    def _save_if_due(self) -> None:
-        optimizer = self.model.optimizer
-        if self._since < self._every or passes_of(optimizer):
-            return
-        self._since = 0
-        place = {"epoch": self._epoch, "batch": self._batch}
-        save_checkpoint(self._folder, self.step, keep=self._keep, model=self.model, optimizer=optimizer, **place)
