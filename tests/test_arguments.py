@@ -16,6 +16,7 @@ import pytest
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.chunktopk import ChunkTopK
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.micro import MiCRO
@@ -257,6 +258,7 @@ EXCHANGES = [Pairs(), Pairs("packed"), Balanced(), Hierarchical(), Union(), Shar
 ALLOWED: dict[type[Compressor], str] = {
     SIDCo: "pairs packed balanced hierarchical",
     TopK: "pairs packed balanced hierarchical union",
+    ChunkTopK: "pairs packed hierarchical union",
     RandomK: "pairs packed balanced hierarchical shared",
     RandomBlock: "pairs packed hierarchical shared",
     MiCRO: "union",

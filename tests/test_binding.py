@@ -31,22 +31,20 @@ def test_ours_and_stock_ones_are_taken(compression: Any) -> None:
     check_kind(compression, TorchCompressor, "horovod_sparse.torch")
 
 
-@pytest.mark.parametrize("compression", [TensorflowTopK(0.1), topk.TopK(0.1, warmup=None)])
-def test_those_of_other_adapters_are_refused(compression: Compressor) -> None:
-    with pytest.raises(
-        TypeError, match=r"must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"
-    ):
+ANOTHER = "must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"
+NONE = r"such as TopK\(ratio=0.01\), or one of hvd.Compression, got"
+
+
+@pytest.mark.parametrize(
+    ("compression", "text"),
+    [
+        *((one, ANOTHER) for one in (TensorflowTopK(0.1), topk.TopK(0.1, warmup=None))),
+        *((one, NONE) for one in ("TopK", None, 0.1, Compressor, object())),
+        (TopK, "compression must be an instance, such as TopK"),
+    ],
+)
+def test_what_is_none_of_the_adapter_is_refused(compression: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         check_kind(compression, TorchCompressor, "horovod_sparse.torch")
     with pytest.raises(TypeError, match=r"import the class from horovod_sparse.tensorflow"):
         check_kind(TopK(0.1, warmup=None), TensorflowCompressor, "horovod_sparse.tensorflow")
-
-
-@pytest.mark.parametrize("compression", ["TopK", None, 0.1, Compressor, object()])
-def test_what_compresses_nothing_is_refused(compression: Any) -> None:
-    with pytest.raises(TypeError, match=r"such as TopK\(ratio=0.01\), or one of hvd.Compression, got"):
-        check_kind(compression, TorchCompressor, "horovod_sparse.torch")
-
-
-def test_a_class_is_refused() -> None:
-    with pytest.raises(TypeError, match="compression must be an instance, such as TopK"):
-        check_kind(TopK, TorchCompressor, "horovod_sparse.torch")

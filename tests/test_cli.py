@@ -61,11 +61,7 @@ def test_a_machine_where_nothing_can_run_is_a_failure(monkeypatch: pytest.Monkey
         *(("auto", "ok", f"{name}; this processor has ") for name in kernels.variants()[:1]),
         *(("baseline", "warn", "baseline; this processor has ") for _ in kernels.variants()[:-1][:1]),
         *(("off", "warn", "off; this processor has ") for _ in kernels.variants()[:1]),
-        (
-            "sse9",
-            "missing",
-            "HOROVOD_SPARSE_KERNELS must be auto, off or one of avx512, avx2, baseline, neon",
-        ),
+        ("sse9", "missing", "HOROVOD_SPARSE_KERNELS must be auto, off or one of avx512, avx2, baseline, neon"),
     ],
 )
 def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:

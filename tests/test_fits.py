@@ -99,18 +99,12 @@ def test_gamma_never_fails(mean: float, log_gap: float, ratio: float) -> None:
     assert 0.0 <= fits.gamma(mean, math.log(mean) - log_gap, ratio) < math.inf
 
 
-def test_nothing_to_fit_gives_zero() -> None:
-    assert fits.exponential(0.0, 0.01) == 0.0
-    assert fits.generalized_pareto(0.0, 0.0, 0.01) == 0.0
-    assert fits.gamma(0.0, math.nan, 0.01) == 0.0
-
-
-@pytest.mark.parametrize("ratio", [0.25, 0.001])
-def test_an_infinite_mean_gives_an_infinite_threshold(ratio: float) -> None:
-    assert fits.exponential(math.inf, ratio) == math.inf
-    assert fits.generalized_pareto(math.inf, math.nan, ratio) == math.inf
-    for closed_form in (False, True):
-        assert fits.gamma(math.inf, 700.0, ratio, closed_form=closed_form) == math.inf
+@pytest.mark.parametrize("ratio", [0.25, 0.01, 0.001])
+def test_of_nothing_the_threshold_is_zero_and_of_an_infinite_mean_infinite(ratio: float) -> None:
+    for mean, variance, mean_log in ((0.0, 0.0, math.nan), (math.inf, math.nan, 700.0)):
+        assert fits.exponential(mean, ratio) == fits.generalized_pareto(mean, variance, ratio) == mean
+        for closed_form in (False, True):
+            assert fits.gamma(mean, mean_log, ratio, closed_form=closed_form) == mean
 
 
 @given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=st.floats(1.001, 1e6))

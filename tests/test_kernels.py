@@ -303,6 +303,12 @@ def test_counts_and_selections(size: int, dtype: type[np.floating]) -> None:
                 selection, same = (o.select_above(x, threshold, capacity) for o in (ops, ORACLE))
                 assert selection.found == count
                 np.testing.assert_array_equal(selection.indices, same.indices, strict=True)
+        x[size // 5 : size // 2] = 0
+        for length, part in itertools.product((7, 4096, size + 9), (1, 0.3, 1 / 64)) if size else ():
+            how = length, max(-(-size // length), int(part * size))
+            selection, same = (o.select_in_chunks(x, *how) for o in (ops, ORACLE))
+            assert selection.found == same.found
+            np.testing.assert_array_equal(selection.indices, same.indices, strict=True)
 
 
 @of_either_width
@@ -313,6 +319,7 @@ def test_nan_is_above_every_threshold(dtype: type[np.floating]) -> None:
         selection = ONE.select_above(x, threshold, 4)
         assert {1, 3} <= set(selection.indices.tolist()) <= {0, 1, 3}
         assert ONE.count(x, threshold) == selection.found
+    assert [ops.select_in_chunks(x, 3, 3).indices.tolist() for ops in (ONE, ORACLE)] == [[0, 1, 3]] * 2
     assert np.isnan(ONE.take(x, np.array([1]))).all()
 
 
@@ -390,6 +397,10 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         (lambda: ONE.pack(some, two, 2), "there must be up to 2 indices and values, got 1 and 2"),
         (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be up to 1 indices and values, got 2 and 2"),
         (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
+        *(
+            (lambda asked=asked: ONE.select_in_chunks(long, *asked), f"each chunk of {asked[0]}, got {asked[1]}$")
+            for asked in ((4, 0), (4, 5), (1, 3), (0, 4), (-4, -1))
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             refused()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
+from horovod_sparse.compressors.base import BUCKET_BYTES
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
@@ -72,27 +75,21 @@ def test_what_exceeds_the_largest_bucket_becomes_several(monkeypatch: pytest.Mon
     check_limits(layouts, compressor, 4)
 
 
-@pytest.mark.parametrize(("world", "buckets"), [(1, 1), (2, 2), (4, 4)])
-@pytest.mark.parametrize("make", [TopK, lambda ratio, **s: TopK(ratio, exchange=Union(), **s)], ids=["pairs", "union"])
-def test_what_gathers_too_much_becomes_several(
-    monkeypatch: pytest.MonkeyPatch, make: type[TopK], world: int, buckets: int
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "world", "buckets"),
+    [
+        *((make, world, world) for make in (TopK, partial(TopK, exchange=Union())) for world in (1, 2, 4)),
+        (RandomK, 4, 1),
+        (lambda ratio, **settings: NoOp(**settings), 4, 1),
+    ],
+)
+def test_too_much_to_gather_is_split(monkeypatch: pytest.MonkeyPatch, make: Any, world: int, buckets: int) -> None:
+    """The last two gather nothing."""
     monkeypatch.setattr(wire, "MAX_GATHERED", 2 * 40)
     compressor = make(0.5, granularity="model", min_numel=0, warmup=None)
-    parameters = [Parameter(name, (20,), "float32", "cpu") for name in "abcd"]
-    layouts = layouts_of(parameters, compressor, world)
+    layouts = layouts_of([Parameter(name, (20,), "float32", "cpu") for name in "abcd"], compressor, world)
     assert len(layouts) == buckets
     check_limits(layouts, compressor, world)
-
-
-@pytest.mark.parametrize(
-    "compressor", [NoOp(granularity="model"), RandomK(0.5, granularity="model", warmup=None)], ids=repr
-)
-def test_what_gathers_nothing_is_not_split(monkeypatch: pytest.MonkeyPatch, compressor: Compressor) -> None:
-    monkeypatch.setattr(wire, "MAX_GATHERED", 10)
-    layouts = layouts_of([Parameter(name, (20,), "float32", "cpu") for name in "ab"], compressor, 4)
-    assert len(layouts) == 1
-    check_limits(layouts, compressor, 4)
 
 
 def test_a_parameter_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,7 @@ def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
     compressor = MiCRO(ratio, warmup=None)
     pipelines = make_pipelines(NUMPY, compressor, {"p": (size,)}, world)
     rng = np.random.default_rng(1)
-    counts = []
-    for _ in range(400):
-        counts.append(step(pipelines, lambda: gradients("laplace", size, rng) * np.float32(scale)).size)
+    counts = [step(pipelines, lambda: gradients("laplace", size, rng) * np.float32(scale)).size for _ in range(400)]
     assert np.mean(counts[200:]) == pytest.approx(ratio * size, rel=0.03)
 
 

@@ -60,14 +60,8 @@ def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> No
     pipeline = make_pipeline(backend, Threshold(1.0, lr_in_residual=True), {"p": (50,), "q": (50,)})
     rng = np.random.default_rng(15)
     pipeline.rescale(4.0)
-    for rates, expected in (
-        ((0.0, 0.0), 4.0),
-        ((0.1, 0.4), 1.6),
-        ((0.1, 0.1), 1.6),
-        ((0.0, 0.0), 1.6),
-        ((0.8, 0.8), 1.6),
-    ):
-        for name, rate in zip(("p", "q"), rates, strict=True):
+    for p, q, expected in ((0.0, 0.0, 4.0), (0.1, 0.4, 1.6), (0.1, 0.1, 1.6), (0.0, 0.0, 1.6), (0.8, 0.8, 1.6)):
+        for name, rate in (("p", p), ("q", q)):
             pipeline.arrive(name, backend.array(gradients("laplace", 50, rng)), rate)
         exchange_all(backend, [pipeline])
         pipeline.end_step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ ARRAYS = npst.arrays(
 @on_every_backend
 @given(x=ARRAYS, threshold=st.one_of(st.just(0.0), st.floats(0.0, 4.0)))
 def test_moments(backend: Backend, x: np.ndarray, threshold: float) -> None:
+    assert backend.ops.measure(backend.array(x)).largest == max(map(abs, x.tolist()), default=0.0)
+    assert backend.ops.norm(backend.array(x)) == pytest.approx(math.sqrt(math.fsum(float(v) ** 2 for v in x)))
     got = backend.ops.measure(backend.array(x), threshold, with_log=True)
     limit = float(x.dtype.type(threshold))
     excesses = [abs(float(value)) - limit for value in x if abs(float(value)) > limit]
@@ -42,31 +45,29 @@ def test_moments(backend: Backend, x: np.ndarray, threshold: float) -> None:
     assert got.mean_log == pytest.approx(math.fsum(map(math.log, excesses)) / len(excesses), rel=1e-9, abs=1e-9)
 
 
-@on_every_backend
-@given(x=ARRAYS, threshold=st.floats(0.0, 4.0), capacity=st.integers(1, 50))
-def test_select_above(backend: Backend, x: np.ndarray, threshold: float, capacity: int) -> None:
-    selection = backend.ops.select_above(backend.array(x), threshold, capacity)
-    above = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))
-    assert selection.found == above.size
-    largest_first = sorted(above, key=lambda index: (-abs(x[index]), index))
-    np.testing.assert_array_equal(backend.numpy(selection.indices), sorted(largest_first[:capacity]))
+def largest(x: np.ndarray, among: Iterable[int], count: int) -> list[int]:
+    """The indices of the largest entries among some; of equals the first."""
+    return sorted(sorted(among, key=lambda index: (-abs(x[index]), index))[:count])
 
 
 @on_every_backend
-@given(x=ARRAYS.filter(len), data=st.data())
-def test_select_largest(backend: Backend, x: np.ndarray, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, x.size))
-    selection = backend.ops.select_largest(backend.array(x), count)
-    expected = sorted(sorted(range(x.size), key=lambda index: (-abs(x[index]), index))[:count])
-    np.testing.assert_array_equal(backend.numpy(selection.indices), expected)
-    assert selection.found == count
-
-
-@on_every_backend
-@given(x=ARRAYS)
-def test_norms(backend: Backend, x: np.ndarray) -> None:
-    assert backend.ops.measure(backend.array(x)).largest == max(map(abs, x.tolist()), default=0.0)
-    assert backend.ops.norm(backend.array(x)) == pytest.approx(math.sqrt(math.fsum(float(v) ** 2 for v in x)))
+@given(x=ARRAYS.filter(len), threshold=st.floats(0.0, 4.0), data=st.data())
+def test_selections(backend: Backend, x: np.ndarray, threshold: float, data: st.DataObject) -> None:
+    ops, given, count = backend.ops, backend.array(x), data.draw(st.integers(1, x.size))
+    length = data.draw(st.integers(-(-x.size // count), 250))
+    above, in_chunks = np.flatnonzero(np.abs(x) > x.dtype.type(threshold)), list[int]()
+    for begin in range(0, x.size, length):
+        end = min(begin + length, x.size)
+        share = end * count // x.size - begin * count // x.size
+        assert share > 0
+        in_chunks += largest(x, begin + np.flatnonzero(x[begin:end]), share)
+    for selection, found, expected in (
+        (ops.select_above(given, threshold, count), above.size, largest(x, above, count)),
+        (ops.select_largest(given, count), count, largest(x, range(x.size), count)),
+        (ops.select_in_chunks(given, length, count), len(in_chunks), in_chunks),
+    ):
+        assert selection.found == found
+        np.testing.assert_array_equal(backend.numpy(selection.indices), np.array(expected, np.int64), strict=True)
 
 
 @on_every_backend

@@ -64,10 +64,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "a part is None": (lambda state: {**state, "velocities": None}, "must"),
     "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "learning_rates"}, "must"),
     "a residual is missing": (lambda state: _without(state, "residuals", "head"), r"one of them lacks \['head'\]"),
-    "a residual more": (
-        lambda state: _changed(state, "residuals", more=np.zeros(3)),
-        r"one of them lacks \['more'\]",
-    ),
+    "a residual more": (lambda state: _changed(state, "residuals", more=np.zeros(3)), r"one of them lacks \['more'\]"),
     "another shape": (
         lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
         r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",

@@ -73,8 +73,7 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(framework: str, monk
 
 
 @pytest.mark.parametrize(
-    ("framework", "replaced"),
-    [("torch", set()), ("tensorflow", {"broadcast_variables"}), ("tensorflow.keras", set())],
+    ("framework", "replaced"), [("torch", set()), ("tensorflow", {"broadcast_variables"}), ("tensorflow.keras", set())]
 )
 def test_all_names_of_horovod_are_there(framework: str, replaced: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also private ones, such as `_executing_eagerly`, and those that come later. What is replaced takes Keras 3 too."""

@@ -31,7 +31,7 @@ from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.kernels.gpu import threshold
+from horovod_sparse.kernels.gpu import chunks, threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
@@ -211,15 +211,16 @@ def test_accumulate_takes_gradients_of_every_type(kind: torch.dtype | None, mome
 
 
 ANY = st.floats(width=32)
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0])
 
 
 @given(data=st.data())
 @settings(max_examples=settings.default.max_examples // 4)
 def test_accumulate_whatever_the_gradient(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 80))
-    finite = st.floats(-(2.0**100), 2.0**100, width=32)
-    residual = data.draw(npst.arrays(np.float32, size, elements=finite))
-    gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(finite, ANY)))
+    residual = data.draw(npst.arrays(np.float32, size, elements=FINITE))
+    gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(FINITE, ANY)))
     check_accumulate(residual, torch.from_numpy(gradient), data.draw(st.sampled_from([0.0, 1.0, math.inf])), 1.5)
 
 
@@ -250,6 +251,22 @@ def test_fits(rows: list[tuple[float, float, float]]) -> None:
         assert exponential == pytest.approx(fits.exponential(mean, ratio), rel=1e-12)
         # exp(x) - 1 loses up to four digits near zero.
         assert pareto == pytest.approx(fits.generalized_pareto(mean, variance, ratio), rel=1e-10)
+
+
+# --- chunks ---
+
+
+@given(data=st.data())
+def test_selections_in_chunks(data: st.DataObject) -> None:
+    size, length = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([16, 64, 4096]))
+    count = data.draw(st.integers(-(-size // length), size))
+    x = data.draw(npst.arrays(np.float32, size, elements=st.one_of(FEW, ANY)))
+    got, expected = (
+        chunks.select_in_chunks(torch.from_numpy(x), length, count),
+        ORACLE.select_in_chunks(x, length, count),
+    )
+    assert got.found == expected.found
+    np.testing.assert_array_equal(got.indices.numpy(), expected.indices, strict=True)
 
 
 # --- a bucket's step ---
@@ -309,10 +326,6 @@ def test_steps(make: Any) -> None:
     assert int(worker.bucket._found.max()) > worker.bucket._slots_each
     if make is COMPRESSORS["exponential"]:
         assert 0.0 in exact and 1.0 in exact
-
-
-FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
-FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0])
 
 
 @for_all
@@ -471,7 +484,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter"}
+    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter", "select"}
 
 
 @pytest.mark.full

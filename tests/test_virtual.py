@@ -28,13 +28,7 @@ from horovod_sparse.numpy import (
 
 WORLD = 4
 SHAPES = {"weight": (30, 20), "kernel": (300,), "bias": (7,), "scale": ()}
-EXCHANGES = (
-    Pairs("packed"),
-    Balanced(),
-    Hierarchical(2),
-    Hierarchical(2, Pairs("packed")),
-    Union(),
-)
+EXCHANGES = (Pairs("packed"), Balanced(), Hierarchical(2), Hierarchical(2, Pairs("packed")), Union())
 """All that can be chosen, beside those that a compressor has by default."""
 
 

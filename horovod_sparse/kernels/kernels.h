@@ -69,6 +69,11 @@ int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threa
    threads, room for twice as many mostly suffices. */
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
+/* Writes the ascending indices of the largest entries of each chunk of `length` that are not zero, and returns their number;
+   among equal ones the first are taken. The chunk [a, b) gives up to b count / n - a count / n, both rounded down.
+   1 <= count <= n <= length count, and n is at most 2^31. There is room for `count` indices. */
+int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, int64_t count, int threads,
+                            int64_t* indices);
 /* Subtracts x[indices], rounded to float32, from x. Writes what was subtracted to `values` or, with its indices, to a `message`
    of `capacity` >= count pairs; the other one is null. Writes x[indices] as they were to `entries`, unless it is null. Changes
    nothing and returns 0 if an index is outside [0, n). */

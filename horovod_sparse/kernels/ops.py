@@ -107,6 +107,16 @@ class KernelOps(HostOps):
             indices = self.array(np.delete(every, equal[count - found :]))
         return Selection(indices if few is None else few[indices], count, smallest)
 
+    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
+        at = self._wide(x)
+        if at is None:
+            return super().select_in_chunks(x, length, count)
+        if not 1 <= count <= at.numel <= length * count:
+            raise ValueError(f"count must be in [1, {at.numel}] with an entry for each chunk of {length}, got {count}")
+        indices = np.empty(count, np.int64)
+        found = lib.hs_select_in_chunks(*at.read(), length, count, self.threads(), _written(indices))
+        return Selection(self.array(indices[:found]), found)
+
     # --- messages ---
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:

@@ -94,6 +94,9 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         self.load_state_dict(unpacked_state(string_value))
 
 
+class ChunkTopK(TensorflowCompressor, compressors.ChunkTopK): ...
+
+
 class DGC(TensorflowCompressor, compressors.DGC): ...
 
 

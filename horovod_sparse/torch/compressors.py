@@ -49,6 +49,9 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         store.scale_with(scaler)
 
 
+class ChunkTopK(TorchCompressor, compressors.ChunkTopK): ...
+
+
 class DGC(TorchCompressor, compressors.DGC): ...
 
 

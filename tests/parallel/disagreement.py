@@ -14,16 +14,7 @@ from stairs import Halving, dense_until
 import horovod_sparse
 from horovod_sparse.torch import TopK, reducer
 
-from .common import (
-    BUCKET_BYTES,
-    COMPRESSORS,
-    MakeCompression,
-    assert_identical,
-    raised,
-    small_model,
-    train,
-    wrap,
-)
+from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, raised, small_model, train, wrap
 from .scenario import EVERYWHERE, PAIR, scenario
 
 
