@@ -222,7 +222,10 @@ def _reduce_sparse(reducer: Reducer, gradients: list[Any], variables: list[Varia
         reducer.undoes = True
         scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
         return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
-    return list(reducer(gradients, variables, learning_rate=rate))
+    # Undo a fixed loss scale. Nothing leaves out a step because of it.
+    factor = optimizer.loss_scale_factor or 1
+    gradients = [_divide(gradient, factor) for gradient in gradients]
+    return [_divide(gradient, 1 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
 
 
 def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
@@ -300,7 +303,7 @@ class _Accumulator:
         return [variable.assign(tf.zeros_like(variable)) for variable in (self.count, *self._sums.values())]
 
 
-def _divide(gradient: Any, divisor: int) -> Any:
+def _divide(gradient: Any, divisor: float) -> Any:
     if divisor == 1:
         return gradient
     return _on_values(lambda values: values / tf.cast(divisor, values.dtype), gradient)
