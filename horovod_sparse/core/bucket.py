@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.dense import arriving
 from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot
@@ -114,11 +115,26 @@ class Bucket:
             arriving(self.missing, name)
             slot, momentum = self.slots[name], intake.momentum(name)
             self.rates[slot.offset] = rate
+            if rate == 0.0:
+                # The learning rate is 0, so that the update is 0, whatever the velocity is.
+                if momentum is not None:
+                    self._accelerate(slot, gradient, momentum, intake)
+                gradient = momentum = None
             if gradient is not None:
                 gradient = intake.prepared(gradient, self.layout.residual_dtype)
             gradients[momentum, rate].append((slot, gradient))
         for (momentum, rate), some in gradients.items():
             self.selector.accumulate(some, self.state, self.k, momentum, rate)
+
+    def _accelerate(self, slot: Slot, gradient: Array | None, momentum: Momentum, intake: Intake) -> None:
+        """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
+        assert self.velocity is not None
+        velocity = self.velocity[slot.offset : slot.offset + slot.numel]
+        velocity *= momentum.factor
+        if gradient is not None and self.ops.all_finite(gradient):
+            dtype = self.layout.residual_dtype
+            # Rounded to the residual's type first, as it is with any other rate.
+            velocity += scaled(self.ops, intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
     def _copy(self) -> list[Array]:
         """Return copies of the residual and of the velocity, in the memory of those of the step before."""

@@ -56,8 +56,8 @@ int hs_choose(const char* name);
 int hs_share_threads(void);
 /* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += rate gradient.
    With velocity: velocity = momentum velocity + gradient, residual += rate velocity. With Nesterov's momentum, instead of the
-   last: residual += rate (ahead velocity + gradient). Products are rounded. Sums that leave the range of the type stay at its
-   largest number. `notes` may be null. Changes nothing and returns 0 if one reaches beyond numel. */
+   last: residual += rate (ahead velocity + gradient). The rate is above zero. Products are rounded. Sums that leave the range
+   of the type stay at its largest number. `notes` may be null. Changes nothing and returns 0 if one reaches beyond numel. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
                   double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */

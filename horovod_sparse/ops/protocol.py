@@ -96,7 +96,7 @@ class Ops(Protocol):
     ) -> list[int]:
         """Add gradients to their parts of a buffer, in place. They have any shape, float type and strides, and are not changed.
 
-        What is added, after the momentum, is multiplied by `rate` >= 0 before. The product is rounded, and then the sum is.
+        What is added, after the momentum, is multiplied by `rate` > 0 before. The product is rounded, and then the sum is.
         Entries that are not finite in the buffer's type add nothing. Sums that leave the range of that type stay at its
         largest number. Return how many entries of each gradient are such exceptions. Raise ValueError if a gradient reaches
         beyond the buffer.
