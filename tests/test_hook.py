@@ -332,6 +332,8 @@ def test_a_step_begins_with_the_parameters_themselves(make: Any, monkeypatch: py
     assert torch.equal(trained(is_interrupted=True), trained(is_interrupted=False))
 
 
+# An interrupt while Python closes a generator cannot be raised.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_at_any_line_leaves_updates_made_or_not_begun() -> None:
     def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
         """Before a step, with other parameters than the last one has left."""

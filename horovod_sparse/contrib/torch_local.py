@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as uncompiled
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.compressors.checks import check_fraction, check_number
@@ -43,6 +42,7 @@ from horovod_sparse.torch.hook import check_compression
 from horovod_sparse.torch.movement import Movement, Sample
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, wide
 from horovod_sparse.torch.transport import GroupReducer
+from horovod_sparse.torch.uncompiled import uncompiled
 
 _made = itertools.count()
 _agreed = 0

@@ -205,7 +205,7 @@ class Bucket:
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
-        # It says that they are not taken yet.
+        # A NaN in the first place says that they are not taken yet.
         entries[:1] = math.nan
         self._taken.append(Entries(indices, entries))
         return entries

@@ -9,11 +9,11 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as uncompiled
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from horovod_sparse.torch.parameters import is_sharded, local_part
 from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
+from horovod_sparse.torch.uncompiled import uncompiled
 
 _log = logging.getLogger("horovod_sparse")
 

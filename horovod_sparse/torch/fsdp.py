@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as uncompiled
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
@@ -22,6 +21,7 @@ from horovod_sparse.torch.ddp import check_fit, replace_step
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
 from horovod_sparse.torch.transport import GroupReducer
+from horovod_sparse.torch.uncompiled import uncompiled
 
 
 class ShardedReducer(GroupReducer):

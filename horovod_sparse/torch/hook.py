@@ -6,7 +6,6 @@ The annotations are no strings here: DDP compares those of a hook with its own c
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo as uncompiled
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +14,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import DDPReducer, check_fit, replace_step
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
+from horovod_sparse.torch.uncompiled import uncompiled
 
 
 @uncompiled

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as uncompiled
 
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.parameters import local_part
+from horovod_sparse.torch.uncompiled import uncompiled
 
 Reduce = Callable[[dict[Tensor, Tensor]], None]
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
-from torch._compile import _disable_dynamo as uncompiled
 from torch.autograd import Variable
 
 from horovod_sparse.core.agreement import (
@@ -42,6 +41,7 @@ from horovod_sparse.torch.parameters import check_memory, check_real, descriptio
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, Routes, TensorReducer
 from horovod_sparse.torch.unchanged import first_changed, hand_over
+from horovod_sparse.torch.uncompiled import uncompiled
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'

@@ -27,6 +27,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.reducer import Reducer, reducer_of
+from horovod_sparse.torch.uncompiled import uncompiled
 
 
 @functools.cache
@@ -111,8 +112,8 @@ def _make_hook(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
         if not isinstance(self._compression, TorchCompressor):
             return stock(self, p)
-        # Stock Horovod makes the hooks before there is a reducer. PyTorch's optimizers have imported the compiler already.
-        return torch.compiler.disable(lambda *_: self._sparse_reducer.submit(p))  # type: ignore[no-untyped-call]
+        # Stock Horovod makes the hooks before there is a reducer.
+        return uncompiled(lambda *_: self._sparse_reducer.submit(p))
 
     return extended
 
