@@ -51,6 +51,7 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     parser.add_argument("--outer-lr", type=auto_or_number, default="auto", help="of local updates")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
     parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
+    parser.add_argument("--overlap", type=int, default=0, metavar="STEPS", help="in which local updates travel")
     return parser
 
 
@@ -78,6 +79,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
         outer_lr=args.outer_lr,
         outer_momentum=args.outer_momentum,
         keep=args.keep,
+        overlap=args.overlap,
     )
     return local, local.compression
 
@@ -154,8 +156,10 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)
 
+        if args.every and args.overlap and step == steps:
+            optimizer.synchronize()
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
-        if hvd.rank() == 0:  # all workers hold the same parameters, so one evaluates for all
+        if hvd.rank() == 0:  # all workers hold the same parameters, with --overlap at the end, so one evaluates
             bits = bits_per_character(model, text[boundary:], args.context)
             log.write_epoch(
                 epoch,

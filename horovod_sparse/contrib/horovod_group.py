@@ -56,18 +56,31 @@ class HorovodGroup(Group):
         return from_lines(self.start(Collective("allgather", as_line(value)))())
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, goes_on: bool = False) -> Iterator[None]:
         """A block that all ranks enter. If it raises on one of them, it raises on all that still wait for its collectives.
 
+        If it `goes_on`, the next block belongs to it. No other group of the process set may begin one before.
+
         Raises:
-            RuntimeError: on every rank, if some have left a block by an exception and others have not.
+            RuntimeError: on every rank, if some have left a block by an exception and others have not, or if the block of
+                another group goes on, whose collectives have the same names.
         """
-        self._collectives.clear_up()
+        collectives = self._collectives
+        if collectives.group not in (None, self):
+            raise RuntimeError(
+                "LocalUpdates must have a process set of its own beside another one with overlap, got one where an exchange of "
+                "the other travels; pass group=hvd.add_process_set(...), or call synchronize() of the other one first"
+            )
+        collectives.clear_up()
         try:
             yield
-            self._collectives.end_step()
+            collectives.group = self if goes_on else None
+            if not goes_on:
+                collectives.end_step()
         except BaseException:
-            self._collectives.give_up({f"{kind}.{len(self._waits)}": kind for kind in get_args(Kind)})
+            collectives.group = None
+            collectives.give_up({f"{kind}.{len(self._waits)}": kind for kind in get_args(Kind)})
             raise
         finally:
-            self._waits, self._results = [], []
+            if collectives.group is None:
+                self._waits, self._results = [], []

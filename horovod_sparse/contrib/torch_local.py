@@ -14,6 +14,9 @@ mu * m).
 
 Local steps compute their gradients at theta_r - c/s * e_r, so that what a worker has found and not sent yet is not lost to
 it. It is as if it began at theta - c/s * e_r, and Delta_r were what it has moved from there.
+
+With `overlap`, as in Streaming DiLoCo (https://arxiv.org/abs/2501.18512), theta moves some local steps after the exchange.
+Until then the worker goes on from theta - alpha/s * sent_r: its own part is there already, and is replaced by the mean.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.compressors.checks import check_fraction, check_number
 from horovod_sparse.core.agreement import check_moves, compare, divides, refuse_detached
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -53,13 +58,14 @@ _newest = -1
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of local updates: H, beta, alpha, mu and c. `LocalUpdates` has the same arguments."""
+    """The settings of local updates: H, beta, alpha, mu, c and overlap. `LocalUpdates` has the same arguments."""
 
     every: int
     residual_decay: float
     outer_lr: float | Literal["auto"]
     outer_momentum: float
     keep: float
+    overlap: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
@@ -70,6 +76,10 @@ class Outer:
             check_number("outer_lr", self.outer_lr, expected, lambda rate: 0.0 < rate < math.inf)
         check_number("outer_momentum", self.outer_momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
         check_number("keep", self.keep, "in [0, 1]", lambda keep: 0.0 <= keep <= 1.0)
+        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or not 0 <= self.overlap <= self.every:
+            raise ValueError(
+                f"overlap must be a whole number of steps in [0, every={self.every}], got {self.overlap!r}"
+            )
 
     def step(self, mean: Tensor, momentum: Tensor | None) -> None:
         """Turn the mean of what was sent into the step of a shared parameter. `momentum` changes, if there is one."""
@@ -108,6 +118,9 @@ class LocalUpdates:
             training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
             without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
             workers have sent (`Balanced`, `Hierarchical`), nothing moves.
+        overlap: number of local steps that go on while an exchange travels, in [0, every]. Only then is it waited for. It takes
+            the memory of three more copies of the parameters, and an exchange of one collective, such as `Pairs`. States are
+            saved and loaded when nothing travels: after these steps, or after `synchronize`.
         group: a process group of `torch.distributed`, or a process set of Horovod; None for all workers of the one that was
             initialised. With a model of `fully_shard`, `mesh["replicate"]`: each replica is a worker.
 
@@ -132,17 +145,23 @@ class LocalUpdates:
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float = 0.0,
         keep: float = 0.5,
+        overlap: int = 0,
         group: Any = None,
     ) -> None:
         _check_arguments(optimizer, model)
         self.optimizer = optimizer
         self._model = model
-        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum, keep)
+        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum, keep, overlap)
         self.compression = NoOp() if compression is None else compression
         check_compression(self.compression)
         self.compression.check_free()
         check_moves(self.compression, "with local updates")
         refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
+        if overlap and len(self.compression.exchange.rounds(1, 1, 1, 2)) > 1:
+            raise ValueError(
+                f"overlap must be 0 with {self.compression.exchange}, got {overlap}: its second collective needs the result of "
+                "the first; use Pairs() or SharedIndices()"
+            )
         names = _names(optimizer, model)
         self._names = [*names.values()]
         self._parts, self._transport, shards = _placed(model, names, group)
@@ -159,6 +178,8 @@ class LocalUpdates:
         self._reducer.lengths.grow = outer_lr == "auto" and divides(optimizer.param_groups)
         self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
+        self._travelling: list[tuple[Tensor, Tensor]] = []
+        """Of every parameter, how far it has moved before the exchange that travels, and what of that is sent."""
         self._steps = 0
         self._made = next(_made)
         self._number: int | None = None
@@ -196,10 +217,15 @@ class LocalUpdates:
         return loss
 
     def count_step(self) -> None:
-        """Count a step that the optimizer has made, or a `GradScaler` has left out. `synchronize` after every `every`-th."""
+        """Count a step that the optimizer has made, or a `GradScaler` has left out. Exchange after every `every`-th."""
         self._steps += 1
+        if self._steps == self.outer.overlap:
+            self._arrive()
         if self._steps >= self.outer.every:
-            self.synchronize()
+            if self.outer.overlap:
+                self._depart()
+            else:
+                self.synchronize()
 
     @uncompiled
     @torch.no_grad()
@@ -214,17 +240,55 @@ class LocalUpdates:
                 instance because of an interrupt. Nothing has changed there, and training can go on. If the others have
                 finished this exchange, all raise in the next one, and must load a checkpoint.
         """
+        self._arrive()
         try:
             means = self._reducer.reduce_all(self._drifts)
         except FloatingPointError:
             self._movement.restore()
             raise
+        self._move_shared(means)
+        self._movement.restore()
+
+    @uncompiled
+    @torch.no_grad()
+    def _depart(self) -> None:
+        """Start an exchange, and go on without the others' part of it."""
+        self._arrive()
+        growth, rate = self._reducer.lengths.factor(self._transport.world), self.outer.outer_lr
+        moved = self._reducer.start_all(self._drifts)
+        sent, part = self._reducer.sent(moved), 1.0 if rate == "auto" else rate
+        self._travelling = [(one / growth, sent[parameter] * (part / growth)) for parameter, one in moved.items()]
+        self._movement.restore()
+        self._movement.go_on([own for _, own in self._travelling])
+
+    @uncompiled
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the exchange that travels, if there is one. The mean replaces this worker's own part."""
+        if not self._reducer.in_flight:
+            return
+        self._reducer.restore_moved()
+        follow(self._parts)
+        travelling, self._travelling = self._travelling, []
+        try:
+            means = self._reducer.finish_all()
+        except FloatingPointError:
+            self._movement.restore()
+            raise
+        except BaseException:
+            # It is as if there had been no exchange.
+            self._movement.go_on([moved - own for moved, own in travelling])
+            raise
+        self._move_shared(means)
+        self._movement.go_on([mean - own for mean, (_, own) in zip(means.values(), travelling, strict=True)])
+
+    def _move_shared(self, means: dict[Tensor, Tensor]) -> None:
+        """Move the shared parameters by the means of what all workers have sent, which become their steps."""
         if self._samples:
             self._reducer.lengths.note(np.mean(self._samples, axis=0).tolist())
         for name, parameter in self._parameters.items():
             self.outer.step(means[parameter], self._momentum.get(name))
         self._movement.move([means[parameter] for parameter in self._movement.parameters])
-        self._movement.restore()
         if self._reducer.pipeline is not None:
             self._reducer.pipeline.decay(self.outer.residual_decay)
         self._unchecked = False
@@ -301,6 +365,27 @@ class LocalUpdates:
 
 class _Reducer(GroupReducer):
     _in_parameters = True
+
+    def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""
+        found, pipeline = {**moved}, self.pipeline
+        for bucket in () if pipeline is None else pipeline.buckets:
+            sent = bucket.sent_of_all()
+            for name, slot in bucket.slots.items():
+                parameter = self._routes.in_buckets[name]
+                found[parameter] = sent[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+        return found
+
+    def stats(self) -> Stats:
+        return NO_STATS if self.pipeline is None else self.pipeline.stats()
+
+    def between_steps(self) -> Pipeline | None:
+        if self.in_flight:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: state must be saved, loaded or changed when no exchange travels, but one does; "
+                "do so after `overlap` local steps, or call synchronize() of LocalUpdates on all workers first"
+            )
+        return super().between_steps()
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

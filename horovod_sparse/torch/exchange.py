@@ -61,6 +61,8 @@ class Collectives:
         """True if a step was given up. Nobody waits for the collectives that it may have left under way."""
         self.told = False
         """True if another rank has said that it gave up a step, and waits for this rank."""
+        self.group: object = None
+        """Whose collectives are under way between two blocks (`HorovodGroup.together`); None if nobody's."""
 
     def start(
         self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None, bucket: AnyBucket | None = None

@@ -81,6 +81,9 @@ class Group:
             room *= 16
         return [json.loads(one) for one in lines]
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end."""
+    def together(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
+        """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end.
+
+        If it `goes_on`, the next block waits for what was started in this one.
+        """
         return nullcontext()

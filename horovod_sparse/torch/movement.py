@@ -36,6 +36,10 @@ class Movement:
         """Move the copies by the means of what all workers have sent."""
         _subtract(self.copies, means)
 
+    def go_on(self, by: list[Tensor]) -> None:
+        """Move the parameters alone."""
+        _subtract(self.parameters, by)
+
     @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters the values of their copies."""

@@ -67,6 +67,8 @@ class TensorReducer(Store):
     momentum: MovedMomentum | None = None
     """The optimizer's momentum, if it is applied before the selection."""
     updates: Updates | None = None
+    in_flight = False
+    """Whether an exchange travels while steps go on. The residuals lack what it has taken."""
 
     def __init__(self, compressor: TorchCompressor) -> None:
         super().__init__()
@@ -143,14 +145,18 @@ class TensorReducer(Store):
     def _take_sparse(self, parameter: Tensor) -> None:
         """Start the reduction of a sparse gradient. Only a reducer that gives such routes has any."""
 
+    def _take_all(self) -> None:
+        """Take what has not been taken. All exchanges have begun then."""
+        self._begin_step()
+        for parameter, name in self._routes.names.items():
+            if name not in self._step.taken:
+                self._take(parameter)
+
     def _complete(self) -> None:
         """Take what has not been taken, end all exchanges, and write the reduced gradients."""
-        self._begin_step()
+        self._take_all()
         step, pipeline = self._step, self.pipeline
         assert pipeline is not None
-        for parameter, name in self._routes.names.items():
-            if name not in step.taken:
-                self._take(parameter)
         sums = None if step.sample is None else self._start(None, Collective("allreduce", step.sample))
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
@@ -316,7 +322,7 @@ class TensorReducer(Store):
         pipeline, state = self.pipeline, self.deferred or empty_state()
         residuals = state["residuals"]
         if pipeline is not None:
-            nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
+            nothing = (pipeline.is_open and not self.in_flight) or all(bucket.is_dense for bucket in pipeline.buckets)
             residuals = {} if nothing else pipeline.residuals.views
         found, grown = [], self.lengths.factor(self._world)
         for group in optimizer.param_groups:

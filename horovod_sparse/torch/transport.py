@@ -5,7 +5,8 @@ Where gradients come from is left to others: DDP's hook (`ddp`) and local update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,22 +49,49 @@ class GroupReducer(TensorReducer):
 
     def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
         """Replace all gradients, which `prepare` returns, by their means over the ranks. All ranks call this together."""
-        try:
-            with self._transport.together():
-                gradients = prepare()
-                if not self.active:
-                    return gradients
-                self._step.gradients.update(gradients)
-                self._complete()
-        except BaseException:
-            self._give_up_reduction()
-            raise
+        with self._together():
+            gradients = prepare()
+            if not self.active:
+                return gradients
+            self._step.gradients.update(gradients)
+            self._complete()
         assert self.pipeline is not None
         self.pipeline.end_step()
         return gradients
 
+    def start_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
+        """Start what `reduce_all` does, and return the gradients, which are as they were until `finish_all`."""
+        with self._together(goes_on=True):
+            gradients = prepare()
+            self._step.gradients.update(gradients)
+            if self.active:
+                self._take_all()
+            self.in_flight = True
+        return gradients
+
+    def finish_all(self) -> dict[Tensor, Tensor]:
+        """Wait for what was started, and return the means, in the memory of the gradients."""
+        gradients = self._step.gradients
+        with self._together():
+            if self.active:
+                self._complete()
+            self._step, self.in_flight = Step(), False
+        if self.pipeline is not None:
+            self.pipeline.end_step()
+        return gradients
+
+    @contextmanager
+    def _together(self, *, goes_on: bool = False) -> Iterator[None]:
+        """A block that all ranks enter. If it raises, the step is given up."""
+        try:
+            with self._transport.together(goes_on=goes_on):
+                yield
+        except BaseException:
+            self._give_up_reduction()
+            raise
+
     def _give_up_reduction(self) -> None:
-        self._step = Step()
+        self._step, self.in_flight = Step(), False
         if self.pipeline is not None:
             self.pipeline.abort()
 
@@ -98,9 +126,12 @@ class GroupReducer(TensorReducer):
             self._step.numbers = self._transport.start(Collective("allgather", number))
         super()._begin_step()
 
-    def _complete(self) -> None:
+    def _take_all(self) -> None:
         if self.pipeline is None:
             self._agree([*self._step.gradients])
+        super()._take_all()
+
+    def _complete(self) -> None:
         super()._complete()
         self._step, pipeline = Step(), self.pipeline
         if self.shards and pipeline is not None:

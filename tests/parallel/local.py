@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -76,11 +78,8 @@ def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True)
             move(moves(EVERY * outer + step))
         drifts = []
         for rank in range(hvd.size()):
-            mine = {name: one.copy() for name, one in shared.items()}
-            for step in range(EVERY):
-                for name, by in moves(EVERY * outer + step, rank).items():
-                    mine[name] += by
-            drifts.append({name: shared[name] - mine[name] for name in SHAPES})
+            made = [moves(EVERY * outer + step, rank) for step in range(EVERY)]
+            drifts.append({name: -np.sum([one[name] for one in made], axis=0) for name in SHAPES})
         if outer_lr == "auto":
             alpha, factor = 1.0, np.float32(lengths.factor if divides else 1.0)
             lengths.note([[one.ravel() for one in drift.values()] for drift in drifts])
@@ -100,42 +99,51 @@ def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True)
         assert_identical(parameters.values())
 
 
-def a_resumed_run_goes_on_bit_for_bit() -> None:
-    """Also between two exchanges."""
-    (parameters, move, local), (twin, twin_move, twin_local) = (
-        make(sparse.SIDCo(0.05), every=EVERY, outer_momentum=0.5) for _ in range(2)
-    )
+def what_travels_arrives_once(overlap: int, place: str = "") -> None:
+    """Moves have few bits. So at any step nothing is missing, and at last parameters are those without overlap, bit for bit."""
+    ends, given_up = [], 2 * EVERY if place else 0
+    errors = {(given_up, 1): KeyboardInterrupt, (given_up + overlap, 0): RuntimeError} if place else {}
+    for steps in (0, overlap):
+        compression = sparse.TopK(0.05, granularity=4000, warmup=None)
+        parameters, move, local = make(compression, every=EVERY if steps else 99, outer_lr=1.0, overlap=steps)
+        moved = np.zeros(3000, np.float32)
+        for step in range(1, 4 * EVERY + 2):
+            by = {name: np.round(one * 2**14) / 2**14 for name, one in moves(step).items()}
+            moved += by["second"]
+            error = errors.get((step, hvd.rank())) if steps else None
+            with _interrupt(*PLACES[place]) if error is KeyboardInterrupt else nullcontext():
+                raised(error, partial(move, by)) if error else move(by)
+            if not steps and step % EVERY == 0 and step != given_up:
+                local.synchronize()
+            kept = compression.store.pipeline.residuals.views["second"].numpy() if step >= EVERY else 0.0
+            assert not sum(everyone(parameters["second"].numpy() - kept - moved)).any(), step
+            assert place or not steps or compression.steps == max(step - steps, 0) // EVERY
+        if steps == EVERY:
+            assert "no exchange travels" in raised(RuntimeError, local.state_dict)
+        local.synchronize()
+        assert_identical(parameters.values())
+        ends.append(parameters)
+    assert same(*ends)
 
-    def partly_alike(step: int) -> dict[str, np.ndarray]:
-        return {name: one + moves(step, 0)[name] for name, one in moves(step).items()}
 
-    for step in range(4 * EVERY + 1):
-        move(partly_alike(step))
-    assert 1.0 < local.compression.store.lengths.factor(hvd.size()) < math.sqrt(hvd.size())
-    twin_local.load_state_dict(local.state_dict())
-    for name, parameter in parameters.items():
-        twin[name].copy_(parameter)
-    for step in range(4 * EVERY + 1, 7 * EVERY):
-        move(partly_alike(step))
-        twin_move(partly_alike(step))
-    for name, parameter in parameters.items():
-        assert torch.equal(twin[name], parameter)
-
-
-def what_is_not_finite_raises_on_all_and_training_goes_on() -> None:
-    parameters, move, local = make(sparse.TopK(0.05), every=1)
+def what_is_not_finite_raises_on_all_and_training_goes_on(overlap: int = 0) -> None:
+    """When it arrives."""
+    parameters, move, local = make(sparse.TopK(0.05), every=1, overlap=overlap)
     move(moves(0))
-    kept = str(local.state_dict())
+    local.synchronize()
+    kept = str(local.state_dict()["compression"])
     before = {name: one.clone() for name, one in parameters.items()}
     bad = moves(1)
     if hvd.rank() == 1:
-        bad["first"][3, 4] = np.nan
+        bad["first"][3, 4] = bad["small"][5] = np.nan
+    if overlap:
+        move(bad)
     raised(FloatingPointError, lambda: move(bad))
-    for name, parameter in parameters.items():
-        assert torch.equal(parameter, before[name])
-    assert str(local.state_dict()) == kept
+    assert same(parameters, before)
+    assert str(local.state_dict()["compression"]) == kept
     for step in range(2, 5):
         move(moves(step))
+    local.synchronize()
     assert_identical(parameters.values())
 
 
@@ -184,13 +192,13 @@ class Pulled(nn.Module):
 
 
 def pulled(
-    keep: float, *, momentum: float = 0.0, model: Pulled | None = None, exchange: Any = None
+    keep: float, *, model: Pulled | None = None, exchange: Any = None, optimizer: Any = torch.optim.SGD, **settings: Any
 ) -> tuple[Pulled, Any]:
     """Return a model and its local updates."""
     model = model or Pulled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     compression = sparse.TopK(0.05, warmup=None, exchange=exchange)
-    return model, sparse.LocalUpdates(optimizer, model, compression, every=EVERY, residual_decay=1.0, keep=keep)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    return model, sparse.LocalUpdates(optimizer, model, compression, every=EVERY, keep=keep, **settings)
 
 
 def pull(model: Pulled, local: Any, step: int, with_closure: bool = False) -> Tensors:
@@ -257,53 +265,46 @@ def nothing_is_lost(drift: Tensors, kept: Tensors, left: Tensors, mean: Tensors)
         torch.testing.assert_close(torch.tensor(sent).mean(dim=0), mean[name], rtol=1e-4, atol=1e-6)
 
 
-def a_resumed_run_keeps_what_waits() -> None:
+def a_resumed_run_keeps_what_waits(overlap: int = 0) -> None:
     """Bit for bit, also between two exchanges, and before the first exchange of the process."""
-    for steps in (2 * EVERY, 2 * EVERY + 1):
-        model, local = pulled(0.5, momentum=0.9)
+    settings: dict[str, Any] = {"optimizer": torch.optim.Adam, "outer_momentum": 0.5, "overlap": overlap}
+    for steps in (2 * EVERY + overlap, 2 * EVERY + 1 + overlap):
+        model, local = pulled(0.5, **settings)
         for step in range(steps):
             pull(model, local, step)
-        twin, twin_local = pulled(0.5, momentum=0.9)
+        assert local.compression.store.lengths.factor(hvd.size()) > 1.0
+        twin, twin_local = pulled(0.5, **settings)
         twin.load_state_dict(model.state_dict())
         twin_local.optimizer.load_state_dict(copy.deepcopy(local.optimizer.state_dict()))
         twin_local.load_state_dict(local.state_dict())
-        for step in range(steps, 5 * EVERY):
-            for one, its in ((model, local), (twin, twin_local)):
+        for one, its in ((model, local), (twin, twin_local)):
+            for step in range(steps, 5 * EVERY + 1):
+                before = one.values()
                 pull(one, its, step)
-            assert same(twin.seen, model.seen) and same(twin.values(), model.values()), step
+                # Also while an exchange travels.
+                assert not same(one.seen, before)
+            its.synchronize()
+        assert same(twin.seen, model.seen) and same(twin.values(), model.values()), steps
         assert_identical(twin)
 
 
-def between_a_forward_pass_and_its_step() -> tuple[Pulled, Any, Tensors]:
-    """Return a model, its local updates, and the parameters of the last exchange."""
+def what_is_kept_is_no_drift() -> None:
+    """Between a forward pass and its step. An exchange that fails leaves no trace of it either."""
     model, local = pulled(0.5)
     for step in range(EVERY):
         pull(model, local, step)
-    shared = model.values()
-    model(shared)
-    assert not same(model.values(), shared)
-    return model, local, shared
-
-
-def what_is_kept_is_no_drift() -> None:
-    model, local, shared = between_a_forward_pass_and_its_step()
-    kept = waiting(local)
+    shared, kept, state = model.values(), waiting(local), str(local.state_dict())
+    for fails in (True, False):
+        model(shared)
+        assert not same(model.values(), shared)
+        if fails:
+            with torch.no_grad():
+                model.first[3, 4] += float("nan") if hvd.rank() == 1 else 0.0
+            raised(FloatingPointError, local.synchronize)
+            assert same(model.values(), shared) and str(local.state_dict()) == state
     local.synchronize()
     nothing = {name: torch.zeros_like(one) for name, one in shared.items()}
     nothing_is_lost(nothing, kept, waiting(local), {name: shared[name] - one for name, one in model.values().items()})
-    assert_identical(model)
-
-
-def a_failed_exchange_leaves_no_trace_of_what_was_kept() -> None:
-    model, local, shared = between_a_forward_pass_and_its_step()
-    kept = str(local.state_dict())
-    if hvd.rank() == 1:
-        with torch.no_grad():
-            model.first[3, 4] = float("nan")
-    raised(FloatingPointError, local.synchronize)
-    assert same(model.values(), shared) and str(local.state_dict()) == kept
-    pull(model, local, EVERY)
-    local.synchronize()
     assert_identical(model)
 
 
@@ -327,11 +328,13 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "kept, balanced": (gradients_know_of_what_waits, 0.5, False, sparse.Balanced()),
     "kept, resumed": (a_resumed_run_keeps_what_waits,),
     "kept, no drift": (what_is_kept_is_no_drift,),
-    "kept, not finite": (a_failed_exchange_leaves_no_trace_of_what_was_kept,),
     "kept, replaced": (nothing_moves_for_local_updates_that_were_replaced,),
     "formulas-undivided": (formulas, 0.95, "auto", 0.0, False),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
-    "resumed": (a_resumed_run_goes_on_bit_for_bit,),
+    "travels": (what_travels_arrives_once, 2),
+    "travels, always": (what_travels_arrives_once, EVERY),
+    "travels, resumed": (a_resumed_run_keeps_what_waits, 1),
+    "travels, not finite": (what_is_not_finite_raises_on_all_and_training_goes_on, 1),
     "another-order": (exchanges_in_another_order_raise_on_all, True),
     "another-order-at-first": (exchanges_in_another_order_raise_on_all, False),
     "other-beginnings": (other_beginnings_raise_on_all,),
@@ -398,6 +401,19 @@ def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exch
         np.testing.assert_array_equal(mine[name], parameter)
 
 
+@scenario(*PAIR, cases={place: (place,) for place in ("begins", "one-started")})
+def an_exchange_that_raises_on_one_worker_is_given_up_by_all_when_it_arrives(place: str) -> None:
+    what_travels_arrives_once(1, place)
+
+
+@scenario(MPI_2)
+def two_that_travel_in_a_process_set_are_refused() -> None:
+    (_, move, local), (_, _, other) = (make(sparse.TopK(0.05), every=1, overlap=1) for _ in range(2))
+    move(moves(0))
+    assert "a process set of its own" in raised(RuntimeError, other.synchronize)
+    local.synchronize()
+
+
 @scenario(*PAIR, cases={place: (place,) for place in ("one-complete", "dense", "ended")})
 def a_worker_that_fails_when_the_others_are_done_is_noticed(place: str) -> None:
     """By all local updates of the process set."""
@@ -449,15 +465,9 @@ def half_precision_keeps_what_was_too_small_to_see(dtype: torch.dtype) -> None:
     """Each exchange moves the shared parameters by less than half of a unit of the parameters' type."""
     model = nn.Linear(40, 50, bias=False).to(dtype)
     nn.init.ones_(model.weight)
-
-    class Alternating(torch.optim.Optimizer):
-        """Moves the parameters of worker 0 alone, by the smallest step that their type can make."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            model.weight += torch.finfo(dtype).eps * (hvd.rank() == 0)
-
-    local = sparse.LocalUpdates(Alternating(model.parameters(), {}), model, every=1, residual_decay=1.0, outer_lr=0.5)
+    # Worker 0 alone moves, by the smallest step that the type can make.
+    model.weight.grad = torch.full_like(model.weight, torch.finfo(dtype).eps * (hvd.rank() == 0))
+    local = sparse.LocalUpdates(Given(model.parameters(), {}), model, every=1, outer_lr=0.5)
     for exchanges in range(1, 9):
         local.step()
         expected = torch.tensor(1.0 + exchanges * torch.finfo(dtype).eps / 4).to(dtype)
@@ -487,6 +497,11 @@ def wrong_settings_are_refused() -> None:
         ({"outer_lr": float("inf")}, "outer_lr must be 'auto' or a finite number > 0, got inf"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
+        ({"overlap": 6}, "overlap must be a whole number of steps in [0, every=5], got 6"),
+        (
+            {"overlap": 1, "compression": sparse.TopK(0.1, exchange=sparse.Balanced())},
+            "overlap must be 0 with Balanced",
+        ),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
         ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum=None"),
         (
