@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -51,9 +51,10 @@ class HorovodGroup(Group):
 
         return result
 
-    def everyone(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Blocks. Raise RuntimeError if a rank has raised."""
-        return from_lines(self.start(Collective("allgather", as_line(value)))())
+    def ask(self, value: Any) -> Callable[[], list[Any]]:
+        """Start what `everyone` does. It raises RuntimeError if a rank has raised."""
+        wait = self.start(Collective("allgather", as_line(value)))
+        return lambda: from_lines(wait())
 
     @contextmanager
     def together(self, *, goes_on: bool = False) -> Iterator[None]:

@@ -27,6 +27,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -240,6 +241,8 @@ class LocalUpdates:
                 instance because of an interrupt. Nothing has changed there, and training can go on. If the others have
                 finished this exchange, all raise in the next one, and must load a checkpoint.
         """
+        # Not later: also if this exchange fails, all workers count from here.
+        self._steps = 0
         self._arrive()
         try:
             means = self._reducer.reduce_all(self._drifts)
@@ -253,7 +256,7 @@ class LocalUpdates:
     @torch.no_grad()
     def _depart(self) -> None:
         """Start an exchange, and go on without the others' part of it."""
-        self._arrive()
+        self._steps = 0
         growth, rate = self._reducer.lengths.factor(self._transport.world), self.outer.outer_lr
         moved = self._reducer.start_all(self._drifts)
         sent, part = self._reducer.sent(moved), 1.0 if rate == "auto" else rate
@@ -294,8 +297,7 @@ class LocalUpdates:
         self._unchecked = False
 
     def _drifts(self) -> dict[Tensor, Tensor]:
-        """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
-        global _agreed, _newest
+        """Return how far the parameters have moved, and ask the other workers whether they agree."""
         problem = None
         self._reducer.restore_moved()
         follow(self._parts)
@@ -326,20 +328,28 @@ class LocalUpdates:
         }
         # A collective of its own would cost a round trip.
         sample = self._sample.of(moved).cpu().numpy().tobytes().hex() if lengths.grow and moved else ""
-        everyone = self._transport.everyone([mine, _agreed, sample])
+        check = partial(self._agree, mine, self._transport.ask([mine, _agreed, sample]), problem)
+        if pipeline is None or self._unchecked:
+            check()
+        else:
+            # All messages travel together, and take one round trip.
+            self._reducer.check_later(check)
+        # If this worker alone fails from here on, the others' shared parameters will be others.
+        self._unchecked = True
+        if sample:
+            torch._foreach_mul_(drifts, lengths.factor(self._transport.world))
+        return moved
+
+    def _agree(self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None) -> None:
+        global _agreed, _newest
+        everyone = wait()
         compare(mine, [theirs for theirs, *_ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
         if self._number is None:
             self._number = max(number for _, number, _ in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
-        self._steps = 0
-        # If this worker alone fails from here on, the others' shared parameters will be others.
-        self._unchecked = True
-        if sample:
-            torch._foreach_mul_(drifts, lengths.factor(self._transport.world))
         self._samples = [np.frombuffer(bytes.fromhex(theirs), np.float32) for *_, theirs in everyone if theirs]
-        return moved
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""
@@ -365,6 +375,10 @@ class LocalUpdates:
 
 class _Reducer(GroupReducer):
     _in_parameters = True
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Call this before the results of the exchange that begins are used."""
+        self._step.check = check
 
     def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -69,17 +70,34 @@ class Group:
         return wait
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
-        line, room = json.dumps(value).encode("ascii") + b"\n", _ROOM
-        lines = [b""] * self.world
-        while not all(one.endswith(b"\n") for one in lines):
-            part, line = line[:room].ljust(room, b"\0"), line[room:]
-            message = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self._device)
-            parts = self.start(Collective("allgather", message))().view(self.world, room).cpu()
-            lines = [one + more.numpy().tobytes().rstrip(b"\0") for one, more in zip(lines, parts, strict=True)]
-            # What is compared before the first exchange is long.
-            room *= 16
-        return [json.loads(one) for one in lines]
+        """Return every rank's `value`, in rank order. Blocks."""
+        return self.ask(value)()
+
+    def ask(self, value: Any) -> Callable[[], list[Any]]:
+        """Start what `everyone` does. Uses JSON, because data from other machines is not unpickled."""
+        line = json.dumps(value).encode("ascii") + b"\n"
+
+        def started(sent: int, room: int) -> Wait:
+            part = line[sent : sent + room].ljust(room, b"\0")
+            return self.start(
+                Collective("allgather", torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self._device))
+            )
+
+        wait = started(0, _ROOM)
+
+        def result() -> list[Any]:
+            nonlocal wait
+            lines, sent, room = [b""] * self.world, 0, _ROOM
+            while True:
+                parts = wait().view(self.world, room).cpu()
+                lines = [one + more.numpy().tobytes().rstrip(b"\0") for one, more in zip(lines, parts, strict=True)]
+                if all(one.endswith(b"\n") for one in lines):
+                    return [json.loads(one) for one in lines]
+                # What is compared before the first exchange is long.
+                sent, room = sent + room, room * 16
+                wait = started(sent, room)
+
+        return result
 
     def together(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
         """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end.

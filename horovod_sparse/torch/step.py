@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,8 @@ class Step:
     """DDP's buckets, and what tells DDP that each is reduced."""
     numbers: Wait | None = None
     """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
+    check: Callable[[], None] | None = None
+    """Raises on all of a group's ranks if they differ. It waits for messages that travel beside those of the exchange."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if none grows."""
