@@ -75,27 +75,20 @@ class Group:
 
     def ask(self, value: Any) -> Callable[[], list[Any]]:
         """Start what `everyone` does. Uses JSON, because data from other machines is not unpickled."""
-        line = json.dumps(value).encode("ascii") + b"\n"
+        wait = self._ask(json.dumps(value).encode("ascii"), _ROOM)
+        return lambda: [json.loads(line) for line in wait()]
 
-        def started(sent: int, room: int) -> Wait:
-            part = line[sent : sent + room].ljust(room, b"\0")
-            return self.start(
-                Collective("allgather", torch.frombuffer(bytearray(part), dtype=torch.uint8).to(self._device))
-            )
+    def _ask(self, line: bytes, room: int) -> Callable[[], list[bytes]]:
+        part = torch.frombuffer(bytearray(line[:room].ljust(room, b"\0")), dtype=torch.uint8)
+        wait = self.start(Collective("allgather", part.to(self._device)))
 
-        wait = started(0, _ROOM)
-
-        def result() -> list[Any]:
-            nonlocal wait
-            lines, sent, room = [b""] * self.world, 0, _ROOM
-            while True:
-                parts = wait().view(self.world, room).cpu()
-                lines = [one + more.numpy().tobytes().rstrip(b"\0") for one, more in zip(lines, parts, strict=True)]
-                if all(one.endswith(b"\n") for one in lines):
-                    return [json.loads(one) for one in lines]
-                # What is compared before the first exchange is long.
-                sent, room = sent + room, room * 16
-                wait = started(sent, room)
+        def result() -> list[bytes]:
+            lines = [one.numpy().tobytes().rstrip(b"\0") for one in wait().view(self.world, room).cpu()]
+            if max(map(len, lines)) < room:
+                return lines
+            # What is compared before the first exchange is long.
+            rest = self._ask(line[room:], 16 * room)()
+            return [one + more for one, more in zip(lines, rest, strict=True)]
 
         return result
 
