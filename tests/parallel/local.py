@@ -22,6 +22,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import transport
+from horovod_sparse.torch.group import Group
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
 from .ddp.common import Exact
@@ -475,15 +476,25 @@ def half_precision_keeps_what_was_too_small_to_see(dtype: torch.dtype) -> None:
     assert_identical(model)
 
 
-@scenario(TORCHRUN_2)
-def parameters_that_one_worker_adds_raise_on_all() -> None:
+@scenario(TORCHRUN_2, cases={"at first": (0,), "later": (1,)})
+def parameters_that_one_worker_adds_raise_on_all(exchanges: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     local = sparse.LocalUpdates(optimizer, model)
+    for _ in range(exchanges):
+        local.synchronize()
     if hvd.rank() == 1:
         optimizer.add_param_group({"params": [model.bias]})
     assert "make it again after parameters were added" in raised(ValueError, local.synchronize)
+
+
+@scenario(TORCHRUN_2)
+def workers_tell_values_of_any_length() -> None:
+    group = Group(None, torch.device(DEVICE))
+    # With its quotation marks, one of 4094 characters takes just the room of the first message.
+    for length in (0, 4093, 4094, 4095, 100_000):
+        assert group.everyone("x" * length * hvd.rank()) == ["", "x" * length]
 
 
 @scenario(TORCHRUN_2)
