@@ -30,10 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +43,7 @@ from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hook import check_compression
-from horovod_sparse.torch.movement import Movement, Sample
+from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, wide
 from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -169,9 +167,6 @@ class LocalUpdates:
         self._parameters = {names[parameter]: part for parameter, part in self._parts.items() if part.numel()}
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
-        self._sample = Sample()
-        self._samples: list[NDArray[np.float32]] = []
-        """All workers' entries of the last exchange, from which `Lengths` is learned; none if nothing grows."""
         self._reducer = _Reducer(
             self.compression, self._transport, {one: name for name, one in self._parameters.items()}
         )
@@ -287,8 +282,6 @@ class LocalUpdates:
 
     def _move_shared(self, means: dict[Tensor, Tensor]) -> None:
         """Move the shared parameters by the means of what all workers have sent, which become their steps."""
-        if self._samples:
-            self._reducer.lengths.note(np.mean(self._samples, axis=0).tolist())
         for name, parameter in self._parameters.items():
             self.outer.step(means[parameter], self._momentum.get(name))
         self._movement.move([means[parameter] for parameter in self._movement.parameters])
@@ -311,7 +304,7 @@ class LocalUpdates:
             # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
         growing = "growing" if self._reducer.lengths.grow else "as they are"
-        pipeline, lengths = self._reducer.pipeline, self._reducer.lengths
+        pipeline = self._reducer.pipeline
         self._reducer.compared = pipeline is not None
         drifts = [torch.empty_like(one) for one in self._movement.copies]
         self._movement.write(drifts)
@@ -326,9 +319,7 @@ class LocalUpdates:
             "problem": str(problem),
             "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
         }
-        # A collective of its own would cost a round trip.
-        sample = self._sample.of(moved).cpu().numpy().tobytes().hex() if lengths.grow and moved else ""
-        check = partial(self._agree, mine, self._transport.ask([mine, _agreed, sample]), problem)
+        check = partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem)
         if pipeline is None or self._unchecked:
             check()
         else:
@@ -336,20 +327,17 @@ class LocalUpdates:
             self._reducer.check_later(check)
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
-        if sample:
-            torch._foreach_mul_(drifts, lengths.factor(self._transport.world))
-        return moved
+        return self._reducer.grown(moved)
 
     def _agree(self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None) -> None:
         global _agreed, _newest
         everyone = wait()
-        compare(mine, [theirs for theirs, *_ in everyone], self._transport.rank)
+        compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
         if self._number is None:
-            self._number = max(number for _, number, _ in everyone)
+            self._number = max(number for _, number in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
-        self._samples = [np.frombuffer(bytes.fromhex(theirs), np.float32) for *_, theirs in everyone if theirs]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""

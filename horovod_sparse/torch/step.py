@@ -42,6 +42,8 @@ class Step:
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if none grows."""
+    lengths: Wait | None = None
+    """Waits for the sums of all ranks' samples."""
     _waiting: defaultdict[str, list[Arrived]] = field(default_factory=lambda: defaultdict(list))
     """The gradients that wait to be taken together, by bucket, and how many bytes they have."""
     _nbytes: Counter[str] = field(default_factory=Counter)

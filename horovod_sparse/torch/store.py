@@ -148,21 +148,25 @@ class TensorReducer(Store):
     def _take_all(self) -> None:
         """Take what has not been taken. All exchanges have begun then."""
         self._begin_step()
+        step = self._step
         for parameter, name in self._routes.names.items():
-            if name not in self._step.taken:
+            if name not in step.taken:
                 self._take(parameter)
+        if step.sample is not None and step.lengths is None:
+            step.lengths = self._start(None, Collective("allreduce", step.sample))
 
     def _complete(self) -> None:
         """Take what has not been taken, end all exchanges, and write the reduced gradients."""
         self._take_all()
         step, pipeline = self._step, self.pipeline
         assert pipeline is not None
-        sums = None if step.sample is None else self._start(None, Collective("allreduce", step.sample))
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
         pipeline.complete(under_way, self._write, self._start)
-        if sums is not None:
-            self.lengths.note((sums() / self._world).tolist())
+        if step.lengths is not None:
+            means = step.lengths() / self._world
+            if not pipeline.fails:
+                self.lengths.note(means.tolist())
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         """Write reduced gradients where they belong, in their types. Return the parameters whose type cannot hold them."""
