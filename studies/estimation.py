@@ -70,8 +70,7 @@ ROWS = (
     Row("GaussianK paper", partial(GaussianK, refine="paper")),
     # Without momentum, so that it selects from the same as the others.
     Row("DGC, momentum 0", partial(DGC, momentum=0.0), held=True),
-    Row("RedSync trim", partial(RedSync, method="trim")),
-    Row("RedSync bisect", partial(RedSync, method="bisect")),
+    Row("RedSync", RedSync),
     Row("MiCRO two-sided", partial(MiCRO, scaling="two_sided"), held=True, together=True),
     Row("MiCRO paper", partial(MiCRO, scaling="paper"), together=True),
     # The classes without variants. NoOp sends everything.

@@ -24,7 +24,6 @@ from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
@@ -97,7 +96,6 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (sidco, {"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
     (sidco, {"adapt": "mode-1"}, "adapt must be one of 'paper', 'robust', got 'mode-1'"),
     (GaussianK, {"ratio": 0.1, "refine": "newton"}, "refine must be one of 'paper', 'exact', got 'newton'"),
-    (RedSync, {"ratio": 0.1, "method": "sort"}, "method must be one of 'trim', 'bisect', got 'sort'"),
     (DGC, {"ratio": 0.1, "sample_ratio": 0.0}, "sample_ratio must be in (0, 1], got 0.0"),
     (RandomK, {"ratio": 0.1, "seed": -1}, "seed must be >= 0, got -1"),
     (Threshold, {"threshold": -1.0}, "threshold must be a finite magnitude >= 0, got -1.0"),

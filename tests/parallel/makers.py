@@ -16,7 +16,6 @@ MakeCompression = Callable[..., Any]
 VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "SIDCo-gamma": lambda adapter: {"distribution": "gamma"},
     "SIDCo-gpareto": lambda adapter: {"distribution": "gpareto"},
-    "RedSync-bisect": lambda adapter: {"method": "bisect"},
     "RandomK-own": lambda adapter: {"exchange": adapter.Pairs()},
     "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs()},
     "TopK-union": lambda adapter: {"exchange": adapter.Union()},
