@@ -35,10 +35,6 @@ class CountingOps(NumpyOps):
         self.passes += 1
         return super().measure(x, threshold, with_log=with_log)
 
-    def count(self, x: Any, threshold: float) -> int:
-        self.passes += 1
-        return super().count(x, threshold)
-
 
 @on_every_backend
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,7 +86,7 @@ class GaussianK(Compressor):
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:
         for _ in range(CORRECTIONS):
-            count = ops.count(x, threshold)
+            count = ops.measure(x, threshold).count
             if count < TOO_FEW * k:
                 threshold *= LOWER
             elif count > TOO_MANY * k:

@@ -263,14 +263,6 @@ hs_sums measure(const T* x, int64_t n, double cut, bool with_logs, int threads) 
 }
 
 template <class T>
-int64_t count_above(const T* x, int64_t n, double threshold, int threads) {
-    const auto count = [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
-        out.count = loops<T>().count_above(x + begin, end - begin, limit_bits<T>(threshold));
-    };
-    return sum_blocks(n, threads, count).count;
-}
-
-template <class T>
 int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, int64_t room, int threads,
                      int* complete) {
     const std::vector<int64_t> numbers(parts_of(n, threads));
@@ -564,10 +556,6 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
     *sums = typed(x, type, [&](const auto* entries) { return measure(entries, n, cut, with_logs != 0, threads); });
-}
-
-int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads) {
-    return typed(x, type, [&](const auto* entries) { return count_above(entries, n, threshold, threads); });
 }
 
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,

@@ -62,8 +62,6 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
                   double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
-/* Returns the number of entries above a threshold. */
-int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads);
 /* Writes ascending indices of entries above the threshold, which is not negative, and returns how many entries are above it;
    n is at most 2^31. `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more
    threads, room for twice as many mostly suffices. */

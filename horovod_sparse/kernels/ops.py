@@ -63,10 +63,6 @@ class KernelOps(HostOps):
     def norm(self, x: Array) -> float:
         return super().norm(x) if self._wide(x) is None else math.sqrt(self.measure(x).squares)
 
-    def count(self, x: Array, threshold: float) -> int:
-        at = self._wide(x)
-        return super().count(x, threshold) if at is None else lib.hs_count(*at.read(), threshold, self.threads())
-
     # --- selection ---
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:

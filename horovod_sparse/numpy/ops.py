@@ -58,9 +58,6 @@ class NumpyOps(Ops):
         with np.errstate(over="ignore"):
             return Sums(excesses.size, float(excesses.sum()), float(excesses @ excesses), largest, logs)
 
-    def count(self, x: Array, threshold: float) -> int:
-        return int(np.count_nonzero(np.abs(x) > _limit(x, threshold)))
-
     def assign(self, residual: Array, gradient: Array) -> None:
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
         residual[:] = np.asarray(gradient).reshape(-1)

@@ -44,9 +44,6 @@ class Cached:
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         return self._ops.measure(self._exceeding(x, threshold), threshold, with_log=with_log)
 
-    def count(self, x: Array, threshold: float) -> int:
-        return self._ops.count(self._exceeding(x, threshold), threshold)
-
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         among = self._exceeding(x, threshold)
         return self._of(x, among, self._ops.select_above(among, threshold, capacity))

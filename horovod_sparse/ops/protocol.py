@@ -120,9 +120,6 @@ class Ops(Protocol):
     def all_finite(self, array: Array) -> bool:
         """Return whether the array (any shape) holds neither NaN nor infinity."""
 
-    def count(self, x: Array, threshold: float) -> int:
-        """Count the entries above the threshold."""
-
     def norm(self, x: Array) -> float:
         """The Euclidean norm, accumulated in float64."""
 

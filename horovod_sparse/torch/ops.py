@@ -103,10 +103,6 @@ class TorchOps(Ops):
             sums.largest, sums.logs = max(sums.largest, largest), sums.logs + log
         return sums
 
-    def count(self, x: Tensor, threshold: float) -> int:
-        limit = _limit(x, threshold)
-        return sum(int(torch.count_nonzero(chunk.abs() > limit)) for chunk in _chunks(x))
-
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
