@@ -245,7 +245,7 @@ def test_a_clip_is_of_layers_unless_it_says_otherwise() -> None:
 
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
-    settings = TopK(0.1).settings()
+    settings = vars(TopK(0.1))
     assert settings["clip"] is None
     assert settings["momentum"] == settings["lr_in_residual"] == "auto"
     assert (settings["residual"], settings["not_finite"]) == (True, "raise")

@@ -312,19 +312,15 @@ class Compressor(ABC):
         """Return whether a parameter is reduced dense."""
         return numel < max(self.min_numel, 1) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    def settings(self) -> dict[str, object]:
-        """Return every setting as a plain value. They must be equal on all ranks."""
-        return {"compressor": type(self).__name__} | {
-            name: value for name, value in sorted(vars(self).items()) if not name.startswith("_")
-        }
-
     def __repr__(self) -> str:
-        known, settings = inspect.signature(type(self)).parameters, self.settings()
+        """Show every setting that is not the default: these must be equal on all ranks."""
+        known, settings = inspect.signature(type(self)).parameters, vars(self)
         # What is no argument, but an attribute of `Compressor`, follows from the arguments.
-        names = [*known, *(name for name in settings if name not in {*known, *_CHECKS, "compressor"})]
-        usual = {"slack": self.default_slack, "exchange": self.default_exchange}
-        defaults = {name: one.default for name, one in known.items()} | usual
-        return shown(type(self).__name__, {name: settings[name] for name in names if name in settings}, defaults)
+        more = sorted(name for name in settings if name not in {*known, *_CHECKS} and name[0] != "_")
+        names = [name for name in (*known, *more) if name in settings]
+        defaults = {name: one.default for name, one in known.items()}
+        defaults |= {"slack": self.default_slack, "exchange": self.default_exchange}
+        return shown(type(self).__name__, {name: settings[name] for name in names}, defaults)
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
