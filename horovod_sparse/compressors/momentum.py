@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,22 +80,14 @@ class Clip:
         return self.norm * math.sqrt(world) if averages else self.norm / math.sqrt(world)
 
 
-def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:
-    """Return a copy of one parameter's gradient as `dtype`, scaled down if the norm of its finite entries exceeds `limit`."""
-    copied = scaled(ops, gradient, 1.0, dtype)
-    factor = _factor([_finite_norm(ops, copied.reshape(-1), dtype)], limit)
-    if factor != 1.0:
-        copied *= factor
-    return copied
-
-
 def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
     """Return the factor that scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
     norms = []
     for gradient in gradients:
         dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
         norms.append(_finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype))
-    return _factor(norms, limit)
+    norm = math.hypot(*norms)
+    return min(1.0, limit / norm) if norm > 0.0 else 1.0
 
 
 def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
@@ -105,11 +97,6 @@ def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
     if factor != 1.0:
         copied *= factor
     return copied.reshape(gradient.shape)
-
-
-def _factor(norms: Sequence[float], limit: float) -> float:
-    norm = math.hypot(*norms)
-    return min(1.0, limit / norm) if norm > 0.0 else 1.0
 
 
 def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:

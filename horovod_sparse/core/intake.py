@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from horovod_sparse.compressors import momentum
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.momentum import Clip
+from horovod_sparse.compressors.momentum import Clip, clip_factor, scaled
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
@@ -32,8 +31,8 @@ class Intake:
         self._limit = self._clip.limit(world, averages=averages) if isinstance(self._clip, Clip) else 0.0
         self.scale = 1.0
         """The loss scale of this step: gradients arrive multiplied by it."""
-        self._factor: float | None = None
-        """The factor by which this step's gradients are clipped, with the scope "model"."""
+        self._factor = None if self._holds_back else 1.0
+        """The factor by which this step's gradients are clipped, with the scope "model"; None before the first step."""
         correction = compressor.momentum_correction
         of_step = None if correction is None else correction.of_step
         self.momentum: Callable[[str], Momentum | None] = lambda name: of_step
@@ -42,16 +41,16 @@ class Intake:
     def begin(self, gradients: Iterable[Array], scale: float) -> None:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
         self.scale = scale
-        self._factor = momentum.clip_factor(self._ops, gradients, self._limit * scale) if self._holds_back else None
+        self._factor = clip_factor(self._ops, gradients, self._limit * scale) if self._holds_back else 1.0
 
     def prepared(self, gradient: Array, dtype: str) -> Array:
         """Return what is added to the residual: the gradient, clipped and divided by the loss scale; then of type `dtype`."""
-        if self._holds_back:
-            assert self._factor is not None, "start_step is given all gradients"
-            gradient = momentum.scaled(self._ops, gradient, self._factor, dtype)
-        elif self._clip is not None:
-            gradient = momentum.clip(self._ops, gradient, self._limit * self.scale, dtype)
-        return gradient if self.scale == 1.0 else momentum.scaled(self._ops, gradient, 1.0 / self.scale, dtype)
+        factor = self._factor
+        if self._clip is not None and not self._holds_back:
+            factor = clip_factor(self._ops, [gradient], self._limit * self.scale)
+        assert factor is not None, "start_step is given all gradients"
+        factor /= self.scale
+        return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
 
     def rate(self, arrived: Arrived) -> float:
         """Return what is added to the residual in units of what arrives. Raise ValueError for an unusable learning rate."""
