@@ -25,7 +25,6 @@ FUSION_BYTES = 128 * 2**20
 """Bytes that Horovod reduces together by default (`HOROVOD_FUSION_THRESHOLD`)."""
 LATENCY = 50e-6
 """Seconds of a message, if nobody says otherwise; about what TCP takes within a data centre."""
-MOST_WORKERS = 10**6
 _MATRIX, _RANK = 1024, 4
 """PowerSGD's bytes depend on the shapes of the parameters: these are taken to be square matrices with so many rows."""
 LEFT_OUT = f"""\
@@ -163,23 +162,22 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    ratio = partial(parse_number, least=0.0, most=1.0, example="0.001")
-    computing = partial(parse_number, least=0.0, most=1e9, example="110")
-    workers = partial(parse_number, least=1.0, most=MOST_WORKERS, example="64", whole=True)
+    ratio = partial(parse_number, "ratio", most=1.0, example="0.001")
+    computing = partial(parse_number, "step-ms", most=1e9, example="110")
     add = parser.add_argument
     add("--parameters", type=partial(parse_count, "parameters"), required=True, metavar="N", help="as 25.6M or 350k")
-    add("--workers", type=partial(workers, "workers"), required=True, metavar="N", help="at least 2")
+    add("--workers", type=partial(parse_count, "workers", least=2), required=True, metavar="N", help="at least 2")
     bandwidth = "of a worker in each direction, as 10gbit or 1.2GB"
     add("--bandwidth", type=partial(parse_bandwidth, "bandwidth"), required=True, metavar="RATE", help=bandwidth)
     text = "what a worker computes in a step, without any exchange"
-    add("--step-ms", type=partial(computing, "step-ms"), required=True, metavar="MS", help=text)
+    add("--step-ms", type=computing, required=True, metavar="MS", help=text)
     text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
     add("--latency", type=partial(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
-    add("--ratio", type=partial(ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
+    add("--ratio", type=ratio, default=0.001, help="of the entries that are sent; default: 0.001")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, print the results, and return the exit status."""
-    where, workers = Network(arguments.latency, arguments.bandwidth), int(arguments.workers)
-    print(text(where, arguments.parameters, arguments.ratio, workers, arguments.step_ms / 1e3))
+    where = Network(arguments.latency, arguments.bandwidth)
+    print(text(where, arguments.parameters, arguments.ratio, arguments.workers, arguments.step_ms / 1e3))
     return 0

@@ -16,11 +16,11 @@ _RATES: _Units = {"bit": Fraction(1, 8), "kbit": 125, "mbit": 125 * 10**3, "gbit
 _SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
 
 
-def parse_count(name: str, text: str) -> int:
-    """Return a whole number >= 1: digits, or a number with k (10^3), M (10^6) or B (10^9), such as "25.6M"."""
-    expected = "a whole number >= 1, with k, M or B behind it or none, such as 25.6M"
-    number = _number(name, text, _COUNTS, expected)
-    if number < 1 or number.denominator != 1:
+def parse_count(name: str, text: str, least: int = 1) -> int:
+    """Return a whole number >= `least`: digits, or a number with k (10^3), M (10^6) or B (10^9), such as "25.6M"."""
+    expected = f"a whole number >= {least}, with k, M or B behind it or none, such as 25.6M"
+    number = _number(name, text, _COUNTS, expected, Fraction(least))
+    if number.denominator != 1:
         raise ArgumentTypeError(f"{name} must be {expected}, got {text!r}")
     return int(number)
 
@@ -37,15 +37,14 @@ def parse_latency(name: str, text: str) -> float:
     return float(_number(name, text, _SECONDS, "a time in us, ms or s, such as 50us"))
 
 
-def parse_number(name: str, text: str, *, least: float, most: float, example: str, whole: bool = False) -> float:
-    """Return a number in (least, most], and a whole one if it must be."""
+def parse_number(name: str, text: str, *, most: float, example: str) -> float:
+    """Return a number in (0, most]."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not least < number <= most or (whole and not number.is_integer()):
-        kind = "a whole number" if whole else "a number"
-        raise ArgumentTypeError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
+    if not 0.0 < number <= most:
+        raise ArgumentTypeError(f"{name} must be a number > 0 and <= {most:g}, such as {example}, got {text!r}")
     return number
 
 

@@ -233,18 +233,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "of your model, as 25M or 350k"
     add("--parameters", type=partial(parse_count, "parameters"), required=True, metavar="N", help=text)
-    milliseconds = partial(parse_number, "step-ms", least=0.0, most=1e6, example="110")
+    milliseconds = partial(parse_number, "step-ms", most=1e6, example="110")
     text = "what a worker computes in a step of your model"
     add("--step-ms", type=milliseconds, required=True, metavar="MS", help=text)
-    rounds = partial(parse_number, "rounds", least=0, most=1e6, whole=True, example="10")
-    add("--rounds", type=rounds, default=10, metavar="N", help="steps of each exchange; default: 10")
+    text = "steps of each exchange; default: 10"
+    add("--rounds", type=partial(parse_count, "rounds"), default=10, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the results on one worker, and return the exit status."""
     if find_spec("torch") is None:
         raise SystemExit("try needs PyTorch, which is not installed; see horovod-sparse check")
-    arguments.rounds = int(arguments.rounds)
     results, workers, rank = measure(arguments)
     if rank == 0:
         computing = f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
