@@ -37,10 +37,6 @@ class BufferPool:
         weakref.finalize(array, spare.append, memory).atexit = False
         return array
 
-    def forget(self) -> None:
-        """Free the memory that is not lent. What is lent now does not come back."""
-        self._spare = {}
-
 
 def _aligned(size: int) -> memoryview:
     memory = np.empty(size + ALIGNMENT, np.uint8)
