@@ -66,7 +66,7 @@ class Layout:
 def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
     """Pack `parameters`, given in the order of the model, into buckets for so many workers.
 
-    They are filled from the last parameter to the first, as backward makes gradients, and none exceeds `wire.excess`.
+    They are filled from the last parameter to the first, as backward makes gradients, and none is too large for its messages.
     """
     buckets: list[list[Parameter]] = []
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
@@ -120,6 +120,11 @@ def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) 
 
 
 def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
-    """Return what is too much in a bucket of `numel` (`wire.excess`)."""
+    """Return what is too much for messages or for Horovod's collectives in a bucket of `numel`; None if nothing is."""
+    if numel > wire.MAX_BUCKET:
+        return f"has {numel} elements, expected at most {wire.MAX_BUCKET} (Horovod counts in C ints)"
     rounds = compressor.rounds(numel, compressor.highest_ratio(world), world)
-    return wire.excess(numel, max(one.gathered(world) for one in rounds), world)
+    gathered, most = max(one.gathered(world) for one in rounds), wire.MAX_GATHERED
+    if gathered > most:
+        return f"gathers {gathered} int32 from {world} workers, expected at most {most} (Horovod counts in C ints)"
+    return None

@@ -52,20 +52,6 @@ def packed_room(length: int, chunks: int) -> int:
     return (length - header_length(chunks)) // BLOCK_LENGTH * BLOCK
 
 
-def excess(numel: int, gathered: int, world: int) -> str | None:
-    """Return what is too much for the format or for Horovod's collectives in a bucket of `numel`; None if nothing is.
-
-    `gathered` is the most that a worker gets in a message from `world` workers, in int32; 0 if nothing is gathered.
-    """
-    if numel > MAX_BUCKET:
-        return f"has {numel} elements, expected at most {MAX_BUCKET} (Horovod counts in C ints)"
-    if gathered > MAX_GATHERED:
-        return (
-            f"gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} (Horovod counts in C ints)"
-        )
-    return None
-
-
 def split(gathered: Array, world: int) -> list[Array]:
     """Return the messages of all ranks, in rank order. Raise ValueError unless the array has `world` equal parts."""
     if len(gathered) % world:
