@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,28 +64,6 @@ def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]
 def replicated(residuals: Collection[str], velocities: Collection[str]) -> list[str]:
     """Return the names of the parameters that have a velocity and no residual: it is the same on every rank."""
     return sorted(set(velocities).difference(residuals))
-
-
-def aligned(
-    state: Mapping[str, Any],
-    first: Mapping[str, Any],
-    residuals: Shapes,
-    velocities: Shapes,
-    zeros: Callable[[tuple[int, ...]], Any],
-) -> dict[str, Any]:
-    """Return the state of a worker of an elastic job, brought to the step of the first worker.
-
-    `state` is what the worker has kept; `first` has the first worker's adaptive state and learning rates. `zeros` makes an
-    array of zeros for a worker that has kept nothing.
-    """
-    if not holds_anything(state):
-        arrays = ({name: zeros(shape) for name, shape in shapes.items()} for shapes in (residuals, velocities))
-        return {**empty_state(), **dict(zip(ARRAYS, arrays, strict=True)), **first}
-    steps = {name: adaptive["step"] for name, adaptive in first["adaptive"].items()}
-    if steps == {name: adaptive["step"] for name, adaptive in state["adaptive"].items()}:
-        return dict(state)
-    # This worker has committed a step that the first one has not, or the other way round.
-    return {**state, **first}
 
 
 def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]:

@@ -9,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler
 
-from horovod_sparse.core.state import ARRAYS, aligned, empty_state, replicated
+from horovod_sparse.core.state import ARRAYS, empty_state, replicated
 from horovod_sparse.torch.exchange import gather_json
 
 
@@ -55,10 +55,16 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         shared = {part: kept[part] for part in ("adaptive", "learning_rates", "updates") if part in kept}
         shared |= {part: {name: list(array.shape) for name, array in kept[part].items()} for part in ARRAYS}
     first = gather_json(shared, "horovod_sparse.align", mpi_ops.global_process_set)[0]
-    residuals, velocities = ({name: tuple(shape) for name, shape in first.pop(part).items()} for part in ARRAYS)
+    shapes = {part: first.pop(part) for part in ARRAYS}
     if not first["adaptive"]:
         return state
-    made = aligned(kept, first, residuals, velocities, torch.zeros)
-    for number, name in enumerate(replicated(residuals, velocities)):
+    made = {**kept, **first}
+    mine, theirs = ({name: one["step"] for name, one in some["adaptive"].items()} for some in (kept, first))
+    if state is None:
+        made |= {part: {name: torch.zeros(shape) for name, shape in some.items()} for part, some in shapes.items()}
+    elif mine == theirs:
+        # Else this worker has committed a step that the first one has not, or the other way round.
+        made = dict(kept)
+    for number, name in enumerate(replicated(*shapes.values())):
         made["velocities"][name] = mpi_ops.broadcast(made["velocities"][name], 0, f"horovod_sparse.align.{number}")
     return made
