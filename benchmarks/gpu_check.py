@@ -1,6 +1,6 @@
 """Whether the Triton kernels are right on this machine's GPU, never wait for it, and how long they take.
 
-    python benchmarks/gpu_check.py [--sizes 25M 110M 1B] [--repetitions 20] [--json FILE]
+    python benchmarks/gpu_check.py [--sizes 25M 110M 1B] [--repetitions 20]
 
 Needs PyTorch and Triton, no Horovod and no compiled kernels. First every step is compared with the NumPy oracle. Then, with
 PyTorch set to raise where the host waits for the device, steps run from gradient to message. The table has what a worker's step
@@ -14,7 +14,6 @@ interpreter, as a test of this script: what it prints is then no measurement.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -72,14 +71,13 @@ def main() -> int:
     for make in COMPARED:
         never_waits(device, make)
     results: list[Figures] = []
-    skipped: list[str] = []
     for size in options.sizes:
         if not device.has_room(_ROOM * 4 * size):
-            skipped.append(f"{size:,} elements: not measured, the device has no {_ROOM * 4 * size / 1e9:.0f} GB left")
+            print(f"{size:,} elements: not measured, the device has no {_ROOM * 4 * size / 1e9:.0f} GB left")
             continue
         for ratio in options.ratios if size == options.sizes[0] else options.ratios[:1]:
             results += measure(device, size, ratio, options.repetitions)
-    report(device, compared, results, skipped, options.json)
+    report(device, compared, results)
     return 0
 
 
@@ -91,7 +89,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=sizes, default=default, metavar="N", help="elements, as 25M")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.001, 0.01, 0.1], help="all for the first size")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--interpret", action="store_true", help="on the CPU: tests the script, measures nothing")
     return parser.parse_args()
 
@@ -439,17 +436,11 @@ def line(one: Figures) -> list[str]:
     return [*where, f"{units:.2f}", f"{low:.2f}-{high:.2f}", f"{rate:.0f}", host, bar]
 
 
-def report(device: Device, compared: int, results: list[Figures], skipped: list[str], path: Path | None) -> None:
+def report(device: Device, compared: int, results: list[Figures]) -> None:
     steps = f"{compared} steps as the NumPy oracle's; no step waited for the device"
     print(f"{device.name}, torch {torch.__version__}; {steps}\n")
     header = ("elements", "ratio", "row", "units", "quartiles", "GB/s", "host, us", "bar")
-    print("\n".join([markdown.table(header, map(line, results), words=3), *skipped]))
-    if path is not None:
-        import triton
-
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
-        said = {"device": device.name, "measured": not device.interpreted, "versions": versions, "compared": compared}
-        path.write_text(json.dumps({**said, "skipped": skipped, "rows": results}, indent=1))
+    print(markdown.table(header, map(line, results), words=3))
 
 
 if __name__ == "__main__":

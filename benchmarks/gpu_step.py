@@ -71,11 +71,6 @@ Made = tuple[nn.Module, Any, Any]
 """Model, optimizer, and compression if there is one."""
 
 
-def alone(model: nn.Module, optimizer: Any) -> Made:
-    """Nothing is exchanged."""
-    return model, optimizer, None
-
-
 def dense(hook: str, model: nn.Module, optimizer: Any) -> Made:
     wrapped = DistributedDataParallel(model)
     if hook == "fp16":
@@ -94,7 +89,7 @@ def sparse(make: Callable[..., Any], model: nn.Module, optimizer: Any) -> Made:
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.01, momentum=0.9), partial(torch.optim.AdamW, lr=1e-4)
 ROWS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], Made]]] = {
-    "computation alone": (SGD, alone),
+    "computation alone": (SGD, lambda model, optimizer: (model, optimizer, None)),
     "dense fp32": (SGD, partial(dense, "")),
     "dense fp16": (SGD, partial(dense, "fp16")),
     "PowerSGD 4": (SGD, partial(dense, "PowerSGD")),

@@ -110,6 +110,9 @@ def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
     """Make hosts that a network joins, and remove them in the end, also when this process is asked to end."""
     if network.delay < 0 or not 0 <= network.loss < 100:
         raise SystemExit(f"delay must be >= 0 and loss in [0, 100), got {network.delay} and {network.loss}")
+    reason = missing()
+    if reason:
+        raise SystemExit(f"no hosts can be made here: {reason}")
     before = signal.signal(signal.SIGTERM, _interrupted)
     prefix = f"hs{os.getpid()}"
     names = tuple(f"host{number}" for number in range(hosts))
@@ -248,9 +251,6 @@ def main() -> int:
     if not 1 <= args.hosts <= MOST_HOSTS or args.slots < 1:
         parser.error(f"--hosts must be in [1, {MOST_HOSTS}] and --slots >= 1, got {args.hosts} and {args.slots}")
     network = Network(args.rate, args.delay, args.loss)
-    reason = missing()
-    if reason:
-        raise SystemExit(f"no hosts can be made here: {reason}")
     with cluster(args.hosts, network) as where:
         print(
             f"{args.hosts} hosts (network namespaces of one machine, {os.cpu_count()} cores), {network} each, "

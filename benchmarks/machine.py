@@ -1,7 +1,8 @@
-"""The properties of this machine that timings depend on. Imports no framework."""
+"""The properties of this machine that timings depend on, and how options are read. Imports no framework."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 
@@ -14,3 +15,9 @@ def describe() -> str:
     sets = ", ".join(instruction_sets()) or "instruction sets unknown"
     processor = cpu_info("model name") or platform.processor() or platform.machine()
     return f"{processor} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"
+
+
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """Described by the first line of a script's docstring; its help has the defaults of all options."""
+    described = (text or "").partition("\n")[0]
+    return argparse.ArgumentParser(description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

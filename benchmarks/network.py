@@ -10,7 +10,6 @@ is too short. The error is that of the prediction, as a part of what was measure
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -110,12 +109,7 @@ def _rate(kind: Kind, known: Network) -> float:
 def timed(rounds: Rounds, name: str, repetitions: int) -> float:
     """The median time of a step's collectives, the same on all workers."""
     runs = [together(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
-
-    def step() -> None:
-        for run in runs:
-            run()
-
-    return seconds(step, repetitions)
+    return seconds(lambda: [run() for run in runs], repetitions)
 
 
 def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[tuple[list[str], float]]:
@@ -134,9 +128,7 @@ def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterato
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--parameters", type=partial(parse_count, "parameters"), default="25.2M", metavar="N")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], metavar="RATIO")
     args = parser.parse_args()

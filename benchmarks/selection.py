@@ -143,9 +143,7 @@ def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.N
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    options = machine.parser(__doc__)
     add = options.add_argument
     sizes = partial(parse_count, "sizes")
     add("--sizes", nargs="+", type=sizes, default=[25_000_000], metavar="N", help="elements, as 1000000 or 25M")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
-import markdown
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -123,13 +122,12 @@ def report(trainings: list[Training], used: list[tuple[Sample, Sample]], seconds
     growth = ", ".join(f"{100 * (end.memory / warm.memory - 1):+.2f} %" for warm, end in used)
     files = ", ".join(f"{warm.files} to {end.files}" for warm, end in used)
     warm, end = used[0]
-    rows = [[f"memory per rank, from step {warm.step} to the end", growth], ["file descriptors per rank", files]]
-    rows.append(["replicas at the end", "identical, bit for bit"])
-    for training in trainings:
-        largest, last = max(training.norms), training.largest_norms[1]
-        rows.append([f"{training.name}: norm of a residual", f"at most {largest:.3g}, {last:.3g} in the last tenth"])
-    title = f"{end.step} steps on {len(used)} ranks in {seconds / 60:.0f} minutes, {machine.describe()}."
-    return f"{title}\n\n{markdown.table(['what', 'figure'], rows, words=2)}"
+    norms = "; ".join(f"{one.name} {one.largest_norms[0]:.3g}, {one.largest_norms[1]:.3g}" for one in trainings)
+    return (
+        f"{end.step} steps on {len(used)} ranks in {seconds / 60:.0f} minutes, {machine.describe()}\n"
+        f"memory per rank, from step {warm.step} to the end: {growth}; file descriptors: {files}\n"
+        f"largest norm of a residual before the last tenth, and in it: {norms}"
+    )
 
 
 def main() -> None:

@@ -63,11 +63,8 @@ def many(args: argparse.Namespace) -> Task:
     def batch(generator: torch.Generator) -> Tensor:
         return torch.randn(args.parameters * args.elements, generator=generator)
 
-    def model() -> nn.Module:
-        return Many(args.parameters, args.elements)
-
     title = f"{args.parameters} parameters of {args.elements}"
-    return Task(title, model, batch, lambda model, gradients: model(gradients))
+    return Task(title, partial(Many, args.parameters, args.elements), batch, lambda model, gradients: model(gradients))
 
 
 MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"linear": linear, "many": many}
@@ -76,11 +73,6 @@ MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"linear": linear, "ma
 
 Made = tuple[nn.Module, Any, Any]
 Settings = dict[str, Any]
-
-
-def alone(model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
-    """Nothing is exchanged."""
-    return model, optimizer, None
 
 
 def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
@@ -123,11 +115,10 @@ def ddp(hook: str, model: nn.Module, optimizer: Any, _: Settings) -> Made:
 
 
 @cache
-def mesh_of_hosts() -> DeviceMesh:
-    """Each host holds a replica together, and hosts are replicas of each other."""
+def mesh_of(replicas: int) -> DeviceMesh:
+    """Ranks that follow each other hold a replica together, as those of a host do."""
     join_gloo()
-    hosts = hvd.size() // hvd.local_size()
-    return init_device_mesh("cpu", (hosts, hvd.local_size()), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (replicas, hvd.size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(
@@ -140,7 +131,7 @@ def sharded(
     reduce_dtype: torch.dtype | None = None,
 ) -> Made:
     """A model of `fully_shard`: over all dimensions of the mesh, or over its shards, with one of our compressors or without."""
-    mesh, policy = mesh_of_hosts(), MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    mesh, policy = mesh_of(hvd.size() // hvd.local_size()), MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     lr, momentum = optimizer.defaults["lr"], optimizer.defaults["momentum"]
     for layer in model.children():
         fully_shard(layer, mesh=mesh[dimensions], mp_policy=policy)
@@ -175,7 +166,7 @@ SPARSE: dict[str, Contender] = {
     "RandomBlock 0.01": partial(sparse, partial(hvd.RandomBlock, 0.01)),
 }
 CONTENDERS: dict[str, Contender] = {
-    ALONE: alone,
+    ALONE: lambda model, optimizer, _: (model, optimizer, None),
     DENSE: partial(horovod, hvd.Compression.none),
     "dense fp16": partial(horovod, hvd.Compression.fp16),
     "DDP fp32": partial(ddp, ""),

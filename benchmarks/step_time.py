@@ -145,9 +145,7 @@ def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     add = parser.add_argument
     models = "; ".join(f"{name}: {make.__doc__}" for name, make in MODELS.items())
     add("--model", choices=MODELS, default="linear", help=models)

@@ -50,10 +50,6 @@ Quantile = Callable[[Sums, float], float]
 """(moments of magnitudes, probability of larger ones) -> magnitude."""
 
 
-def _gaussian(moments: Sums, p: float) -> float:
-    return gaussiank.fit(moments, p * moments.count, moments.count)
-
-
 def _exponential(moments: Sums, p: float) -> float:
     return fits.exponential(moments.mean, p)
 
@@ -67,7 +63,7 @@ def _gpareto(moments: Sums, p: float) -> float:
 
 
 FAMILIES: dict[str, tuple[Quantile, Quantile | None]] = {
-    "Gaussian": (_gaussian, None),
+    "Gaussian": (lambda moments, p: gaussiank.fit(moments, p * moments.count, moments.count), None),
     "exponential": (_exponential, _exponential),
     "gamma": (_gamma, _gpareto),
     "gamma, closed form": (partial(_gamma, closed_form=True), _gpareto),
@@ -207,15 +203,11 @@ def nearest(one: Snapshot) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = machine.parser(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(RECORDED), default=list(RECORDED), metavar="TASK")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.01, 0.001], help="of TopK with feedback")
     parser.add_argument("--steps", type=int, default=1200, help="of every training run")
-    parser.add_argument(
-        "--points", type=int, default=12, help="steps that are looked at, evenly on a logarithmic scale"
-    )
+    parser.add_argument("--points", type=int, default=12, help="steps to look at, evenly on a logarithmic scale")
     parser.add_argument("--seeds", type=int, default=2, help="training runs of each kind")
     args = parser.parse_args()
     if args.steps < FIRST_STEP:

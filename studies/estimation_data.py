@@ -44,7 +44,9 @@ DIGITS_BATCH, DIGITS_RATE = 16, 0.03
 TEXT_BATCH, TEXT_WARMUP, TEXT_STEPS = 4, 60, 1200
 CHARLM_RATE, LSTM_RATE, LSTM_CONTEXT = 0.05, 0.5, 32
 # Smaller than the examples' models, for about as many entries as the other kinds of data have.
-CHARLM_CONTEXT, CHARLM_WIDTH, CHARLM_LAYERS, CHARLM_HEADS = 64, 64, 2, 4
+CHARLM_CONTEXT = 64
+CHARLM = (CHARLM_CONTEXT, 64, 2, 4)
+"""Context, width, layers and heads."""
 LSTM_WIDTH, LSTM_LAYERS = 128, 1
 CHARACTERS_READ = 2_000_000
 MOMENTUM = 0.9
@@ -63,8 +65,9 @@ def _digits(workers: int, seed: int) -> Task:
     return Task(model, _losses(model, batch, workers, seed), lambda t: DIGITS_RATE * min(1.0, t / warmup))
 
 
-def _text(model: nn.Module, context: int, most: float, workers: int, seed: int) -> Task:
+def _text(make: Callable[[], nn.Module], context: int, most: float, workers: int, seed: int) -> Task:
     """A model that continues text; `most` is the largest learning rate."""
+    model = make()
     shards = read_corpus(CHARACTERS_READ).tensor_split(workers)
 
     def batch(worker: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -84,15 +87,6 @@ def _losses(model: nn.Module, batch: Batch, workers: int, seed: int) -> list[Cal
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     return [partial(loss, worker, torch.Generator().manual_seed(seed + worker)) for worker in range(workers)]
-
-
-def _lstm(workers: int, seed: int) -> Task:
-    return _text(torch_lstm.CharLSTM(LSTM_WIDTH, LSTM_LAYERS), LSTM_CONTEXT, LSTM_RATE, workers, seed)
-
-
-def _charlm(workers: int, seed: int) -> Task:
-    model = torch_charlm.CharLM(CHARLM_CONTEXT, CHARLM_WIDTH, CHARLM_LAYERS, CHARLM_HEADS)
-    return _text(model, CHARLM_CONTEXT, CHARLM_RATE, workers, seed)
 
 
 class Training:
@@ -153,7 +147,11 @@ SYNTHETIC: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "one outlier": lambda rng, size: np.where(np.arange(size) == rng.integers(size), 1e6, rng.laplace(size=size)),
     MOSTLY_ZERO: lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
 }
-RECORDED = {"digits": _digits, "lstm": _lstm, "charlm": _charlm}
+RECORDED = {
+    "digits": _digits,
+    "lstm": partial(_text, lambda: torch_lstm.CharLSTM(LSTM_WIDTH, LSTM_LAYERS), LSTM_CONTEXT, LSTM_RATE),
+    "charlm": partial(_text, lambda: torch_charlm.CharLM(*CHARLM), CHARLM_CONTEXT, CHARLM_RATE),
+}
 KINDS = (*RECORDED, *SYNTHETIC)
 
 

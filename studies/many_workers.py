@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -99,7 +98,7 @@ def train(method: str, number: int, ratio: float, steps: int) -> Row:
     pieces = [rng.normal(size=shape) * np.sqrt(2.0 / shape[0]) * (len(shape) > 1) for shape in SIZES]
     weights = np.concatenate([one.reshape(-1) for one in pieces]).astype(np.float32)
     compressor = METHODS[method](ratio)
-    workers, entries, norms, started = sparse.VirtualWorkers(number, compressor), [], [], time.process_time()
+    workers, entries, norms = sparse.VirtualWorkers(number, compressor), [], []
     for _ in range(steps):
         chosen = draws.integers(len(images), size=(number, BATCH))
         given = gradients(weights, images[chosen], digits[chosen])
@@ -115,7 +114,6 @@ def train(method: str, number: int, ratio: float, steps: int) -> Row:
         "workers": number,
         "ratio": ratio,
         "steps": steps,
-        "samples": steps * number * BATCH,
         "k": k,
         "bytes": mean.bytes_sent,
         "count": mean.count,
@@ -123,7 +121,6 @@ def train(method: str, number: int, ratio: float, steps: int) -> Row:
         "entries": statistics.fmean(entries[-max(steps // 3, 1) :]),
         "residual": statistics.fmean(residuals) / norms[-1],
         "loss": float(-np.log(np.maximum(probabilities, 1e-30)).mean()),
-        "seconds": round(time.process_time() - started, 1),
     }
 
 
@@ -200,13 +197,9 @@ def of_large_buckets() -> str:
 
 def draw() -> None:
     """Bytes over workers, in units of dense training's."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    # Readable where the picture is 600 pixels wide, and colours that colour-blind people tell apart.
-    rcParams["font.size"] = 12
-    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    figure = around.figure(7.2, 4.5)
     axes = figure.subplots()
+    # Colour-blind people tell them apart.
     axes.set_prop_cycle(color=["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#000000"])
     axes.axhspan(1.0, 1e3, color="#f3dcd6")
     axes.axhline(1.0, color="black", linewidth=2.0)

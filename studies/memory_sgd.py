@@ -7,9 +7,8 @@
 The problem and the stepsizes are those of `examples/numpy_logistic.py` (https://arxiv.org/abs/1809.07599). With one worker, an
 entry is sent in some steps only: with k < 1 the operator sends one entry with probability k ("ultra-sparsification"), and
 the shift is d/k. With `--products` the features are the 2,145 products of two pixels, each image scaled to norm 1, and one
-entry per step is compared with dense SGD and QSGD (https://arxiv.org/abs/1610.02132), with and without shift and memory. With
-more workers, all add up their updates, `x - sum_w comp(m_w + eta g_w)`, as in the paper's parallel algorithm, but in
-lockstep, in this process. The speed-up is in steps. Prints a table.
+entry per step is compared with dense SGD and QSGD (https://arxiv.org/abs/1610.02132). More workers add up their updates, as in
+the paper's parallel algorithm, but in lockstep, in this process. Prints a table.
 """
 
 from __future__ import annotations

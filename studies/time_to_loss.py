@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
+import around
 import hosts
 import machine
 import markdown
@@ -50,13 +50,10 @@ def train(args: argparse.Namespace, store: Store) -> None:
 
 def race(args: argparse.Namespace, store: Store) -> None:
     """Train each row from beginning to end on the hosts, all with the learning rate that is dense fp32's best."""
-    reason = hosts.missing()
-    if reason:
-        raise SystemExit(f"no hosts can be made here: {reason}")
-    target, (rate, _) = store.target(), store.tuned(DENSE)
     runs: dict[str, list[Curve]] = {name: [] for name in args.rows or RACE}
     network = hosts.Network(args.rate, args.delay, args.loss)
     with hosts.cluster(WORKERS, network) as where:
+        target, (rate, _) = store.target(), store.tuned(DENSE)
         # In turns, so that what else happens on the machine concerns all rows.
         for seed in SEEDS:
             for name, curves in runs.items():
@@ -99,21 +96,16 @@ def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
 
 def draw(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network: str, picture: Path) -> None:
     """Held-out loss over the seconds of whole runs, mean of the seeds."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    # Readable where the picture is 600 pixels wide, and colours that colour-blind people tell apart.
-    rcParams["font.size"] = 12
-    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    figure = around.figure(6.5, 4.2)
     panel = figure.subplots()
+    # Colour-blind people tell them apart.
     panel.set_prop_cycle(color=["#000000", "#e69f00", "#009e73", "#0072b2", "#d55e00"])
     for name, curves in runs.items():
         seconds, losses = (np.mean([getattr(one, what) for one in curves], axis=0) for what in ("seconds", "losses"))
         panel.plot(seconds, losses, linewidth=1.8, marker="o", markersize=3, label=name)
     panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
     panel.set(xlabel="seconds of training", ylabel=task.unit)
-    title = f"{task.title}, {WORKERS} hosts at {network}"
-    panel.set_title(title, loc="left", fontsize=12)
+    panel.set_title(f"{task.title}, {WORKERS} hosts at {network}", loc="left", fontsize=12)
     panel.grid(color="#e5e5e5", linewidth=0.8)
     panel.legend(frameon=False)
     figure.savefig(picture, dpi=120)
