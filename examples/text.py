@@ -159,8 +159,10 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
         if args.every and args.overlap and step == steps:
             optimizer.synchronize()
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
-        if hvd.rank() == 0:  # all workers hold the same parameters, with --overlap at the end, so one evaluates
-            bits = bits_per_character(model, text[boundary:], args.context)
+        # All workers hold the same parameters, with --overlap at the end. All evaluate, since one alone cannot where each has a
+        # shard of the model.
+        bits = bits_per_character(model, text[boundary:], args.context)
+        if hvd.rank() == 0:
             log.write_epoch(
                 epoch,
                 step=step,
@@ -171,6 +173,7 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
                 bits_per_character=bits,
             )
 
-    parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    whole = {name: getattr(one, "full_tensor", one.detach)() for name, one in model.named_parameters()}
+    parameters = {name: one.detach().numpy() for name, one in whole.items()}
     agreed = check_replicas(parameters, hvd.allgather_object)
     log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)

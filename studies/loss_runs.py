@@ -64,7 +64,7 @@ class Row:
 
     options: str
     hook: str = ""
-    """DDP's communication hook; empty with Horovod."""
+    """DDP's communication hook, or HSDP; empty with Horovod."""
     rate_factor: float = 1.0
     """10 without momentum: with momentum 0.9 a gradient moves the parameters ten times as far as the learning rate says."""
 
@@ -155,11 +155,12 @@ class Store:
         folder: of all tasks.
         timeout: seconds after which a run is stopped.
         rows: the ways to exchange gradients, by name.
+        number: of workers, in every run.
     """
 
-    def __init__(self, folder: Path, task: Task, timeout: float, rows: Mapping[str, Row]) -> None:
+    def __init__(self, folder: Path, task: Task, timeout: float, rows: Mapping[str, Row], number: int = 2) -> None:
         self.task, self.rows = task, rows
-        self._folder = runs.Folder(folder, WORKERS, timeout)
+        self._folder = runs.Folder(folder, number, timeout)
 
     def train(self, name: str, rate: float, seed: int) -> Curve:
         """The curve of one training run on local workers."""
@@ -190,13 +191,14 @@ class Store:
     def on_hosts(
         self, where: hosts.Cluster, name: str, row: Row, rate: float, seed: int, environment: Mapping[str, str] = {}
     ) -> Curve:
-        """A run on hosts, one worker on each; the name says which network joins them."""
+        """A run on hosts, which share the workers; the name says which network joins them."""
 
         def launch(script: Path, options: list[str]) -> None:
             os.environ.update(runs.demo.worker_environment())
             settings = ["env", *map("=".join, environment.items())]
             command = ["timeout", f"{self._folder.timeout:g}", *settings, sys.executable, str(script), *options]
-            if hosts.run(where, "mpirun", 1, command):
+            slots, rings = self._folder.workers // len(where.hosts), len(where.hosts) > 2
+            if hosts.run(where, "mpirun", slots, command, rings=rings):
                 raise SystemExit(f"{shlex.join(command)} failed on the hosts, or took too long")
 
         return self._run(f"{name}-{seed}", row, rate, seed, launch)

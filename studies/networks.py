@@ -4,12 +4,13 @@
     sudo .venv/bin/python studies/networks.py link
     python studies/networks.py tables > tables.md
     python studies/networks.py draw
+    sudo .venv/bin/python studies/networks.py link --suites "transformer, 4 hosts" --rows "DDP fp16" "SIDCo(0.01)"
 
-What is learned does not depend on the network. So `train` trains on two local workers to the end, with 3 seeds and the best
-of the learning rates. `link` lets the same rows make some of these steps between two hosts, network namespaces of this
-machine, and writes down when each was done. Nothing else may run meanwhile. Both add lines to the file of raw data, and leave
-out what is there. `tables` and `draw` read that file alone: a training reaches a loss after so many steps, and these take so
-long. Steps that were not made between the hosts take as long as those of the last measured epoch.
+What is learned does not depend on the network. So `train` trains on local workers to the end, with 3 seeds and the best of the
+learning rates. `link` lets the same rows make some of these steps between hosts, network namespaces of this machine, and
+writes down when each was done. Nothing else may run meanwhile. Both add lines to the file of raw data, and leave out what is
+there. `tables` and `draw` read that file alone: a training reaches a loss after so many steps, and these take so long. Steps
+that were not made between the hosts take as long as those of the last measured epoch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import around
 import hosts
 import loss_runs
 import markdown
+import numpy as np
 from loss_runs import SEEDS, WORKERS, Curve, Row, Store, Task
 
 Raw = dict[str, Any]
@@ -41,19 +43,27 @@ NETWORKS = (
     hosts.Network("20mbit", 80.0, 1.0),
 )
 WHERE_GRAINS_COUNT = NETWORKS[2]
+FEW = (hosts.Network("1gbit", 1.0), NETWORKS[2])
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One model: its task, its rows, and the options of the steps between hosts for each row."""
+    """One model: its task and its rows."""
 
     task: Task
     rows: dict[str, Row]
+    steps: str
+    """The options of the steps between hosts."""
     links: dict[str, str]
+    """The same for rows whose steps do not all cost the same."""
     slow: str
     """The options of DDP's rows where a dense step takes seconds."""
     grains: tuple[str, ...] = ()
     """What is added to the options of SIDCo(0.01), or to the environment, to exchange in other parts or at other times."""
+    networks: tuple[hosts.Network, ...] = NETWORKS
+    workers: int = WORKERS
+    slots: int = 1
+    """Workers on each host."""
 
 
 DDP = {
@@ -81,8 +91,8 @@ SUITES = {
             },
             SIDCO: Row("--compression sidco --ratio 0.01"),
         },
+        "--epochs 2 --epoch-steps 60",
         {
-            **dict.fromkeys(DDP, "--epochs 2 --epoch-steps 60"),
             "dense averaging, every 5": "--epochs 2 --epoch-steps 30",
             "DiLoCo, every 15": "--epochs 2 --epoch-steps 45",
             LOCAL[5]: "--epochs 4 --epoch-steps 50",
@@ -95,20 +105,37 @@ SUITES = {
     "CNN": Suite(
         replace(loss_runs.TASKS["digits"], title="CNN, SGD with momentum"),
         DDP | {SIDCO: Row("--compression sidco --ratio 0.01")},
-        {**dict.fromkeys(DDP, "--epochs 2"), SIDCO: "--epochs 3"},
+        "--epochs 2",
+        {SIDCO: "--epochs 3"},
         "--epochs 2",
     ),
 }
 
 
-COLOURS = dict(
-    zip(
-        SUITES["transformer"].rows,
-        ("#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#d55e00"),
-        strict=True,
-    )
+COLOURS = ["#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#d55e00"]
+"""Of the transformer's rows. They all tell apart, for colour-blind people too."""
+SHORT = "--width 192 --epochs 8 --epoch-steps 45 --optimizer adamw"
+
+
+def on_four(suite: Suite, options: str, steps: str) -> Suite:
+    """The suite on four hosts in few networks, with other options of the task and of dense steps between the hosts."""
+    task = replace(suite.task, title=f"{suite.task.title}, 4 hosts", options=options)
+    return replace(suite, task=task, steps=steps, grains=(), networks=FEW, workers=4)
+
+
+SUITES["transformer, 4 hosts"] = on_four(SUITES["transformer"], SHORT, "--epochs 2 --epoch-steps 30")
+SUITES["CNN, 4 hosts"] = on_four(SUITES["CNN"], SUITES["CNN"].task.options, "--epochs 2")
+SUITES["HSDP"] = replace(
+    SUITES["transformer, 4 hosts"],
+    task=replace(SUITES["transformer"].task, title="sharded transformer, AdamW, 2 hosts", options=SHORT),
+    rows={
+        "HSDP float32": Row("--compression none", hook="HSDP"),
+        "HSDP bfloat16": Row("--compression none", hook="HSDP bfloat16"),
+        **{f"HSDP, {row}": replace(SUITES["transformer"].rows[row], hook="HSDP") for row in (SIDCO, LOCAL[15])},
+    },
+    links={f"HSDP, {row}": SUITES["transformer"].links[row] for row in (SIDCO, LOCAL[15])},
+    slots=2,
 )
-"""They all tell apart, for colour-blind people too."""
 
 
 def known(**where: str) -> list[Raw]:
@@ -125,7 +152,7 @@ def keep(raw: Raw) -> None:
 
 def train(args: argparse.Namespace, name: str, suite: Suite) -> None:
     """Train each row with each seed, with the best of its learning rates, which is found with the first seed."""
-    store = Store(args.output, suite.task, args.timeout, suite.rows)
+    store = Store(args.output / name, suite.task, args.timeout, suite.rows, suite.workers)
     for row in suite.rows:
         if known(suite=name, row=row, kind="training"):
             continue
@@ -139,25 +166,22 @@ def train(args: argparse.Namespace, name: str, suite: Suite) -> None:
 
 
 def link(args: argparse.Namespace, name: str, suite: Suite) -> None:
-    """Make some steps of each row between two hosts in each network."""
-    reason = hosts.missing()
-    if reason:
-        raise SystemExit(f"no hosts can be made here: {reason}")
-    store = Store(args.output, suite.task, args.timeout, suite.rows)
-    for network in NETWORKS:
+    """Make some steps of each row between hosts in each network."""
+    store = Store(args.output / name, suite.task, args.timeout, suite.rows, suite.workers)
+    for network in suite.networks:
         is_slow = network in NETWORKS[-2:]
         rows = {
-            row: (suite.rows[row].options, suite.slow if is_slow and row in DDP else options)
-            for row, options in suite.links.items()
+            row: (made.options, suite.links.get(row, suite.slow if is_slow else suite.steps))
+            for row, made in suite.rows.items()
         }
-        if network == WHERE_GRAINS_COUNT:
+        if network == WHERE_GRAINS_COUNT and SIDCO in rows:
             plain = suite.rows[SIDCO].options
             grains = {grain: plain if "=" in grain else f"{plain} {grain}" for grain in suite.grains}
             rows |= {grain: (option, suite.links[SIDCO]) for grain, option in grains.items()}
         missing = [row for row in rows if not known(suite=name, row=row, kind="link", network=str(network))]
         if not missing:
             continue
-        with hosts.cluster(WORKERS, network) as where:
+        with hosts.cluster(suite.workers // suite.slots, network) as where:
             for row in missing:
                 options, some = rows[row]
                 made = Row(f"{options} {some}", hook=suite.rows[row].hook if row in suite.rows else "")
@@ -177,11 +201,7 @@ def per_step(raw: Raw) -> float:
 def after(raw: Raw, step: float) -> float:
     """The seconds that the first steps of a training take in a network."""
     steps, seconds = [0, *raw["steps"]], [0.0, *raw["seconds"]]
-    for number in range(1, len(steps)):
-        if step <= steps[number]:
-            part = (step - steps[number - 1]) / (steps[number] - steps[number - 1])
-            return seconds[number - 1] + part * (seconds[number] - seconds[number - 1])
-    return seconds[-1] + (step - steps[-1]) * per_step(raw)
+    return float(np.interp(step, steps, seconds)) + max(step - steps[-1], 0.0) * per_step(raw)
 
 
 def curves(name: str, row: str) -> list[Curve]:
@@ -197,11 +217,11 @@ def target(name: str) -> float:
     return loss_runs.target(curves(name, next(iter(SUITES[name].rows))))
 
 
-def times(name: str, row: str, network: str) -> list[float]:
-    """The seconds to the target, one for each seed; infinite where a training does not reach it."""
-    (raw,) = known(suite=name, row=row, kind="link", network=network)
+def seconds(name: str, row: str, network: hosts.Network) -> float:
+    """The median of the seeds' seconds to the target; infinite where a training does not reach it, or nothing is known."""
+    raw = known(suite=name, row=row, kind="link", network=str(network))
     reached = [curve.reached(target(name), curve.steps) for curve in curves(name, row)]
-    return [after(raw, step) if step else math.inf for step in reached]
+    return statistics.median(after(raw[0], step) if step and raw else math.inf for step in reached)
 
 
 def written(seconds: float) -> str:
@@ -209,14 +229,22 @@ def written(seconds: float) -> str:
 
 
 def tables(_: argparse.Namespace, name: str, suite: Suite) -> None:
-    """Print what was learned, the time to the target in each network, and the time of a step."""
-    networks, aim = [str(network) for network in NETWORKS], f"{target(name):.3f}"
+    """Print what was learned, the time to the target in each network, and the time of a step, of the rows that are known."""
+    rows = {row: one for row, one in suite.rows.items() if known(suite=name, row=row, kind="training")}
+    if not rows:
+        return
+    networks, aim = [str(network) for network in suite.networks], f"{target(name):.3f}"
     print(f"### {suite.task.title}\n")
-    print(f"Trained on 2 local workers, {suite.task.unit}:\n\n{learned(name, suite, aim)}\n")
-    reached = [[row, *(written(statistics.median(times(name, row, one))) for one in networks)] for row in suite.rows]
-    print(f"Seconds to {aim}, median of the seeds:\n\n{markdown.table(['exchange', *networks], reached)}\n")
+    trained = learned(name, replace(suite, rows=rows), aim)
+    print(f"Trained on {suite.workers} local workers, {suite.task.unit}:\n\n{trained}\n")
+    reached = np.array([[seconds(name, row, network) for network in suite.networks] for row in rows])
+    lines = [[row, *map(written, each)] for row, each in zip(rows, reached, strict=True)]
+    sparse = np.array(["--ratio" in row.options for row in rows.values()])
+    others, ours = (reached[which].min(axis=0, initial=math.inf) for which in (~sparse, sparse))
+    lines.append(["first other row / first sparse row", *(f"{one:.2f}" for one in others / ours)])
+    print(f"Seconds to {aim}, median of the seeds:\n\n{markdown.table(['exchange', *networks], lines)}\n")
     lasting = []
-    for row in [*suite.links, *suite.grains]:
+    for row in [*rows, *suite.grains]:
         title = f"{SIDCO}, `{row}`" if row in suite.grains else row
         links = {raw["network"]: f"{1000 * per_step(raw):,.0f}" for raw in known(suite=name, row=row, kind="link")}
         lasting.append([title, *(links.get(network, "") for network in networks)])
@@ -230,7 +258,8 @@ def learned(name: str, suite: Suite, aim: str) -> str:
         first, made = known(suite=name, row=row, kind="training")[0], curves(name, row)
         tried = ", ".join(f"{end:.3f} ({rate})" for rate, end in first["tried"].items())
         steps = [curve.reached(target(name), curve.steps) or math.inf for curve in made]
-        sent = "not counted" if suite.rows[row].hook else f"{made[0].bytes_per_step:,.0f}"
+        counted = not suite.rows[row].hook or "--ratio" in suite.rows[row].options
+        sent = f"{made[0].bytes_per_step:,.0f}" if counted else "not counted"
         ends = ", ".join(f"{curve.last:.3f}" for curve in made)
         rows.append([row, f"{first['rate']:g}", tried, ends, ", ".join(map(written, steps)), sent])
     header = ["exchange", "learning rate", "end with each rate, first seed", "end, each seed"]
@@ -239,17 +268,14 @@ def learned(name: str, suite: Suite, aim: str) -> str:
 
 def draw(_: argparse.Namespace) -> None:
     """Draw the time to the target over the networks for each model, and below the loss over the bytes of the first one."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["font.size"] = 11
-    figure = Figure(figsize=(7.5, 11), layout="constrained")
-    *panels, last = figure.subplots(len(SUITES) + 1)
-    for panel, name in zip(panels, SUITES, strict=True):
+    figure = around.figure(7.5, 11)
+    colours = dict(zip(SUITES["transformer"].rows, COLOURS, strict=True))
+    *panels, last = figure.subplots(3)
+    for panel, name in zip(panels, ("transformer", "CNN"), strict=True):
         labels = [str(network).replace(", ", "\n") for network in NETWORKS]
         for row in SUITES[name].rows:
-            medians = [statistics.median(times(name, row, str(network))) for network in NETWORKS]
-            panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row, color=COLOURS[row])
+            medians = [seconds(name, row, network) for network in NETWORKS]
+            panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row, color=colours[row])
         panel.set_ylabel(f"seconds to {target(name):.2f}")
         panel.set_title(SUITES[name].task.title, loc="left", fontsize=11)
     name, suite = next(iter(SUITES.items()))
@@ -257,7 +283,7 @@ def draw(_: argparse.Namespace) -> None:
         made = curves(name, row)
         if row != "DDP PowerSGD rank 4":  # Nobody counts its bytes.
             ends = [curve.last for curve in made]
-            last.semilogx([made[0].bytes_per_step] * len(ends), ends, "o", color=COLOURS[row])
+            last.semilogx([made[0].bytes_per_step] * len(ends), ends, "o", color=colours[row])
     last.set(xlabel="bytes sent per step and worker", ylabel=f"{suite.task.unit}, each seed")
     for panel in (*panels, last):
         panel.grid(color="#e5e5e5", linewidth=0.8)
@@ -271,13 +297,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("train", "link", "tables", "draw"))
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=[*SUITES])
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="by default all of the suite")
     parser.add_argument("--output", type=Path, default=Path("networks-output"), help="folder of the runs' logs")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
     args = parser.parse_args()
     if args.what == "draw":
         return draw(args)
     for name in args.suites:
-        {"train": train, "link": link, "tables": tables}[args.what](args, name, SUITES[name])
+        suite = SUITES[name]
+        rows = {row: made for row, made in suite.rows.items() if row in (args.rows or suite.rows)}
+        {"train": train, "link": link, "tables": tables}[args.what](args, name, replace(suite, rows=rows))
 
 
 if __name__ == "__main__":

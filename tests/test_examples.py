@@ -51,6 +51,18 @@ def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
 
 
+@pytest.mark.full
+@pytest.mark.parallel
+def test_sharded_replicas_learn_what_dense_ones_do(tmp_path: Path) -> None:
+    """Where all is sent, by FSDP or by us, losses are DDP's. The example fails unless replicas are the same, bit by bit."""
+    losses = []
+    for number, (hook, compression) in enumerate([("fp32", "none"), ("HSDP", "none"), ("HSDP", "noop")]):
+        options = ["torch_charlm", hook, *TINY_CHARLM, "--compression", compression, "--momentum", "0"]
+        lines = run(Launch("mpirun", 4), "../studies/loss_ddp.py", tmp_path / str(number), *options)
+        losses.append([line["bits_per_character"] for line in lines if line["event"] == "epoch"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("script", "compression", "ratio", "most_bytes"),
