@@ -21,11 +21,8 @@ from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
 from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.public import Balanced, Hierarchical, Pairs, Union
 
 TOGETHER = 64
 """Number of messages that are judged in one call."""

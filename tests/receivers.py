@@ -12,11 +12,8 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Exchange, Reduced
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.public import Balanced, Hierarchical, Pairs, Union
 
 WORLD = 4
 GUARD = 64

@@ -13,13 +13,11 @@ from backend import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Ops
+from horovod_sparse.public import MomentumCorrection, Pairs, Union
 
 
 def _torch_backends() -> list[Backend]:

@@ -14,26 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.compressors import (
+    COMPRESSORS,
+    DGC,
+    ChunkTopK,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.chunktopk import ChunkTopK
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
-from horovod_sparse.compressors.noop import NoOp
-from horovod_sparse.compressors.randomblock import RandomBlock
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.public import Balanced, Clip, Hierarchical, MomentumCorrection, Pairs, Schedule, Union
 
 
 @dataclass(frozen=True)

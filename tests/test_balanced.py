@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from table import BACKENDS, COMPRESSORS, ORACLE, WITH_OPERATIONS, Backend, Row
 
 from horovod_sparse import compressors
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.public import Balanced, Hierarchical, MomentumCorrection
 
 NUMEL = 97
 SHAPES = {"a": (7, 5), "b": (62,)}

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, Backend, gradients
 
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.compressors import DGC, GaussianK, RedSync, SIDCo, TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above, Cached
 from horovod_sparse.ops.protocol import Hints

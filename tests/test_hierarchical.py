@@ -15,11 +15,9 @@ from table import ORACLE, WITH_OPERATIONS, Backend
 from test_balanced import NUMEL, check_step, dyadic, flat, largest, pipelines_of, step
 
 from horovod_sparse import compressors
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.grid import grid
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.public import Hierarchical, MomentumCorrection, Pairs
 
 SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "exchange": Hierarchical()}
 GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]

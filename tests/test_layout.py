@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horovod_sparse.compressors import NoOp, RandomK, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
-from horovod_sparse.compressors.noop import NoOp
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, check_limits, layouts_of
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.union import Union

@@ -43,10 +43,9 @@ from worlds import Expected, World, within_range
 
 from horovod_sparse import kernels
 from horovod_sparse.core.statistics import Counts
-from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
-from horovod_sparse.exchange.union import Union
 from horovod_sparse.kernels.pool import BufferPool
+from horovod_sparse.public import Pairs, Union
 
 
 def equal(one: np.ndarray, other: np.ndarray) -> bool:

@@ -10,10 +10,8 @@ import pytest
 from driver import exchange_all, make_pipeline, take_step
 from table import BACKENDS, Backend, gradients
 
+from horovod_sparse.compressors import NoOp, Threshold, TopK
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
-from horovod_sparse.compressors.noop import NoOp
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 

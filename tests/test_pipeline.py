@@ -13,17 +13,13 @@ import torch
 from driver import make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
+from horovod_sparse.compressors import DGC, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.store import log_start
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.protocols import Entries, Reduced
+from horovod_sparse.public import Balanced, Hierarchical
 from horovod_sparse.torch.compressors import TopK as TorchTopK
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.transport import GroupReducer

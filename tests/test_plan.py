@@ -15,9 +15,8 @@ from parallel.launch import REPOSITORY
 from table import BACKENDS
 
 import horovod_sparse.numpy
+from horovod_sparse.compressors import MiCRO, SIDCo
 from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli

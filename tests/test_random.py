@@ -12,10 +12,9 @@ from driver import make_pipeline, take_step
 from scipy import stats
 from table import BACKENDS
 
+from horovod_sparse.compressors import RandomBlock, RandomK
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.draws import distinct
-from horovod_sparse.compressors.randomblock import RandomBlock
-from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.numpy.ops import NumpyOps
 

@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 from stairs import Halving
 
+from horovod_sparse.compressors import MiCRO, RandomK, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.public import Balanced, Hierarchical, Pairs, Union
 
 
 @pytest.mark.parametrize("c", [0.3, 1.0, 2.0])

@@ -10,13 +10,8 @@ import pytest
 from driver import make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, KINDS, WITH_OPERATIONS, Backend, gradients
 
+from horovod_sparse.compressors import DGC, ChunkTopK, GaussianK, RedSync, Threshold, TopK
 from horovod_sparse.compressors.checks import check_selection
-from horovod_sparse.compressors.chunktopk import ChunkTopK
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Selection

@@ -15,19 +15,11 @@ from hypothesis import settings as profile
 from table import BACKENDS, ORACLE, Backend
 
 import horovod_sparse
+from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical
-from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy import SparseAllreduce, VirtualWorkers, allreduce, virtual
+from horovod_sparse.public import Balanced, Clip, Hierarchical, MomentumCorrection, Pairs, Union
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PACKAGE = str(Path(horovod_sparse.__file__).parent)

@@ -21,11 +21,9 @@ from interpreted import tl, triton
 from process import python
 from table import gradients
 
+from horovod_sparse.compressors import GaussianK, Threshold, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.sidco import SIDCo, next_aim
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits

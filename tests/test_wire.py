@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import BACKENDS, ORACLE, Backend, gradients
 
-from horovod_sparse.compressors.chunktopk import ChunkTopK
-from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.compressors import ChunkTopK, TopK
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.pairs import Pairs
 
