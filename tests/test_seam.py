@@ -116,5 +116,6 @@ REFUSED = r"Horovod must be 0\.28\.1, .* got 0\.29\.0; install horovod==0\.28\.1
     [("torch", "0.29.0", REFUSED), ("tensorflow", "0.29.0", REFUSED), ("torch", "0.28.1+nv24.1", r"False\n")],
 )
 def test_another_horovod_is_refused_before_anything_is_replaced(framework: str, version: str, printed: str) -> None:
+    modules(framework)
     done = python("-c", IMPORT.format(framework=framework, replaced=REPLACED[framework], version=version))
     assert re.fullmatch(printed, done.stdout), done
