@@ -209,5 +209,9 @@ def test_the_cells_of_the_notebook_show_that_feedback_is_what_trains() -> None:
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     done = python("-c", "\n".join(cells), MPLBACKEND="Agg", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    dense, sparse, forgetful = (float(line[26:].split()[0]) for line in done.stdout.splitlines())
+    dense, sparse, forgetful = losses = [float(line[26:].split()[0]) for line in done.stdout.splitlines()]
     assert sparse < 1.1 * dense and forgetful > 2 * dense, done.stdout
+    shown = [
+        line for cell in notebook["cells"] for output in cell.get("outputs", ()) for line in output.get("text", ())
+    ]
+    assert [float(line[26:].split()[0]) for line in shown] == pytest.approx(losses, rel=0.05), "run the notebook again"
