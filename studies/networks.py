@@ -277,6 +277,7 @@ def draw(_: argparse.Namespace) -> None:
             medians = [seconds(name, row, network) for network in NETWORKS]
             panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row, color=colours[row])
         panel.set_ylabel(f"seconds to {target(name):.2f}")
+        panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.set_title(SUITES[name].task.title, loc="left", fontsize=11)
     name, suite = next(iter(SUITES.items()))
     for row in suite.rows:
@@ -285,6 +286,7 @@ def draw(_: argparse.Namespace) -> None:
             ends = [curve.last for curve in made]
             last.semilogx([made[0].bytes_per_step] * len(ends), ends, "o", color=colours[row])
     last.set(xlabel="bytes sent per step and worker", ylabel=f"{suite.task.unit}, each seed")
+    last.xaxis.set_major_formatter("{x:,.0f}")
     for panel in (*panels, last):
         panel.grid(color="#e5e5e5", linewidth=0.8)
     figure.legend(
