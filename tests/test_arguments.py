@@ -23,7 +23,6 @@ from horovod_sparse.compressors import (
     NoOp,
     RandomBlock,
     RandomK,
-    RedSync,
     SIDCo,
     Threshold,
     TopK,
