@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
 from horovod_sparse.torch.detached import Detached
+from horovod_sparse.torch.stock import Compressor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
 
@@ -61,7 +62,10 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
     ("compression", "make", "error", "text"),
     [
         (TopK, None, TypeError, "compression must be an instance, such as TopK"),
-        ("TopK", None, TypeError, "compression must be a compressor of horovod_sparse.torch"),
+        *(
+            (one, None, TypeError, r"horovod_sparse.torch, such as TopK\(ratio=0.01\), got")
+            for one in ("TopK", Compressor)
+        ),
         (TopK(0.1, lr_in_residual=True, warmup=None), None, ValueError, "optimizer must be given"),
         (DGC(0.1, warmup=None), None, ValueError, "optimizer must be given with MomentumCorrection"),
         (DGC(0.1, momentum=0.9, warmup=None), _momentum, ValueError, "optimizer must have momentum=0"),

@@ -127,15 +127,10 @@ class BoundCompressor(Compressor):
         return {name: value for name, value in vars(self).items() if name != "_store"}
 
 
-def refuse_class(compression: object) -> None:
-    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
+def check_kind(compression: object, kind: type, module: str, *, stock: bool = True) -> None:
+    """Raise TypeError unless `compression` is of `kind`, from the adapter `module`, or if `stock` what stock Horovod takes."""
     if isinstance(compression, type) and issubclass(compression, BoundCompressor):
         raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
-
-
-def check_kind(compression: object, kind: type, module: str) -> None:
-    """Raise TypeError unless `compression` is of `kind`, from the adapter `module`, or something that stock Horovod takes."""
-    refuse_class(compression)
     if isinstance(compression, kind):
         return
     if isinstance(compression, Compressor):
@@ -143,10 +138,10 @@ def check_kind(compression: object, kind: type, module: str) -> None:
             f"compression must be a compressor of {module}, got one of {type(compression).__module__}, {compression!r}; import "
             f"the class from {module}"
         )
-    if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
+    if not (stock and all(callable(getattr(compression, method, None)) for method in ("compress", "decompress"))):
+        others = " or one of hvd.Compression," if stock else ""
         raise TypeError(
-            f"compression must be a compressor of {module}, such as TopK(ratio=0.01), or one of hvd.Compression, got "
-            f"{compression!r}"
+            f"compression must be a compressor of {module}, such as TopK(ratio=0.01),{others} got {compression!r}"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.core.binding import check_kind
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import DDPReducer, check_fit, replace_step
 from horovod_sparse.torch.group import Group
@@ -129,8 +129,4 @@ def _check_bucket(bucket: object) -> None:
 
 def check_compression(compression: object) -> None:
     """Raise TypeError unless `compression` is a compressor of this package for PyTorch."""
-    refuse_class(compression)
-    if not isinstance(compression, TorchCompressor):
-        raise TypeError(
-            f"compression must be a compressor of horovod_sparse.torch, such as TopK(ratio=0.01), got {compression!r}"
-        )
+    check_kind(compression, TorchCompressor, "horovod_sparse.torch", stock=False)
