@@ -20,7 +20,6 @@ class Residuals:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._buffers: list[Array] = []
         self.views: dict[str, Array] = {}
         """The flat slice of each parameter, by name; writing to it changes the residual."""
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -29,7 +28,6 @@ class Residuals:
     def allocate(self, layout: Layout, like: Array) -> Array:
         """Make and return the zeroed buffer of a bucket, on the device of `like`."""
         buffer = self._ops.zeros(layout.numel, layout.residual_dtype, like)
-        self._buffers.append(buffer)
         for slot in layout.slots:
             if slot.name in self.views:
                 raise ValueError(f"parameter {slot.name!r} already has a residual; names must be unique")
@@ -39,15 +37,15 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(buffer.nbytes) for buffer in self._buffers)
+        return sum(int(view.nbytes) for view in self.views.values())
 
     def reset(self) -> None:
-        for buffer in self._buffers:
-            buffer[:] = 0
+        for view in self.views.values():
+            view[:] = 0
 
     def rescale(self, factor: float) -> None:
-        for buffer in self._buffers:
-            multiply(buffer, factor)
+        for view in self.views.values():
+            multiply(view, factor)
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
