@@ -94,12 +94,9 @@ def check_parts(state: Any, compressor: Compressor) -> None:
         raise ValueError(
             f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
         )
-    missing = [part for part in PARTS if part not in state]
-    if missing:
-        raise ValueError(f"state must have {[*PARTS]}, but {missing} are missing; the state is damaged")
     for part in PARTS:
-        is_dict = isinstance(state[part], Mapping) and _are_names(state[part])
-        _check(f"[{part!r}]", state[part], "a dict by parameter name", is_dict)
+        found = state.get(part)
+        _check(f"[{part!r}]", found, "a dict by parameter name", isinstance(found, Mapping) and _are_names(found))
     for part in ARRAYS:
         for name, array in state[part].items():
             _check_array(f"state[{part!r}][{name!r}]", array)
