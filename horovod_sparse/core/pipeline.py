@@ -16,7 +16,6 @@ from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
 from horovod_sparse.core.step import Ending, Step
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Ops
@@ -67,7 +66,7 @@ class Pipeline:
         self.position = position
         self.rank = rank
         self.averages = averages
-        self._grid = grid(groups, position) if groups else None
+        self.grid = grid(groups, position) if groups else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -90,20 +89,9 @@ class Pipeline:
             buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
             place = Place(layout.name, self.position, self.world)
             selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self._grid)
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self.grid)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
-
-    def relative_bytes(self) -> float:
-        """Return the bytes of a step at the final ratio, as a part of those of a dense allreduce of float32.
-
-        It is 0 where that depends on the hosts.
-        """
-        compressor, world, numel = self.compressor, self.world, sum(bucket.numel for bucket in self.buckets)
-        if self._grid is not None or not numel or world == 1:
-            return 0.0
-        rounds = [one for bucket in self.buckets for one in compressor.rounds(bucket.numel, None, world)]
-        return sum(one.bytes_sent(world) for one in rounds) / allreduce_bytes(4 * numel, world)
 
     def _velocity_of(self, layout: Layout, like: Array) -> Array | None:
         return None if self.compressor.momentum_correction is None else self.velocities.allocate(layout, like)

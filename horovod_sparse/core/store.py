@@ -12,6 +12,7 @@ from horovod_sparse.core.lengths import Lengths
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of, rescale_state
 from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.exchange.cost import allreduce_bytes
 
 _log = logging.getLogger("horovod_sparse")
 
@@ -19,19 +20,21 @@ _log = logging.getLogger("horovod_sparse")
 def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
     """Log in the first step, on the first worker, what is compressed. `kernels` is the name of the compiled ones."""
     if pipeline.position == 0:
-        ratio = pipeline.compressor.ratio
+        compressor, world = pipeline.compressor, pipeline.world
+        ratio = compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
         what += "" if updates is None else f" of {updates}"
         numel, dense = sum(one.numel for one in pipeline.buckets), sum(len(one.slots) for one in pipeline.dense)
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
         found = f"{len(pipeline.buckets)} buckets, {entries} entries, {dense} parameters dense"
-        _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, found, kernels)
-        sent = pipeline.relative_bytes()
-        # Beside what is sent, a message has a few numbers.
-        if sent > 1.05:
+        _log.info("%s %s: %s, kernels %s", type(compressor).__name__, what, found, kernels)
+        rounds = [one for bucket in pipeline.buckets for one in compressor.rounds(bucket.numel, None, world)]
+        sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
+        # Beside what is sent, a message has a few numbers. With a grid, it depends on the hosts what leaves them.
+        if pipeline.grid is None and sent > 1.05 * dense_bytes > 0:
             _log.warning(
-                f"{pipeline.compressor!r} with {pipeline.world} workers sends {sent:.1f} times as many bytes as a dense "
-                "allreduce of float32; take a ratio that is as many times smaller, exchange=Balanced(), or MiCRO"
+                f"{compressor!r} with {world} workers sends {sent / dense_bytes:.1f} times as many bytes as a dense allreduce "
+                "of float32; take a ratio that is as many times smaller, exchange=Balanced(), or MiCRO"
             )
 
 
