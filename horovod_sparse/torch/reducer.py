@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -388,8 +388,7 @@ class Reducer(TensorReducer):
 
     def _extend_routes(self) -> None:
         new = {one: name for one, name in self._reduced().items() if one not in self._routes.names}
-        known_sparse = () if self.deferred is None or self.updates is not None else self.deferred.get("sparse", ())
-        self._number, found = self._agree(new, known_sparse)
+        found = self._agree(new)
         sparse_as_dense = self._sparse_as_dense
         if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
@@ -405,14 +404,11 @@ class Reducer(TensorReducer):
         position = self._process_set.rank()
         self._extend(new, found, everyone, position=position, rank=mpi_ops.rank(), averages=self._averages)
 
-    def _agree(self, new: Mapping[Tensor, str], known_sparse: Collection[str]) -> tuple[int, set[str]]:
-        """Compare settings and the `new` parameters with the other ranks. Blocks. Raise on every rank if they differ.
-
-        Return the optimizer's number in its process set, and which new parameters have sparse gradients on some rank; of
-        `known_sparse` this rank knows so.
-        """
+    def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
+        """Compare settings and `new` parameters on all ranks. Return which have sparse gradients on some rank. Blocks."""
         optimizer, process_set, number = self.optimizer, self._process_set, self._number
         names = optimizer._parameter_names
+        known_sparse = () if self.deferred is None or self.updates is not None else self.deferred.get("sparse", ())
         mine = {
             **description(self.compressor, new, optimizer.param_groups),
             "optimizer": "new" if number is None else str(number),
@@ -437,10 +433,10 @@ class Reducer(TensorReducer):
         warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), remedy)
         check_real(new)
         if number is None:
-            number = max(agreed for _, _, agreed, *_ in everyone)
+            self._number = max(agreed for _, _, agreed, *_ in everyone)
             # The next optimizer gets another one.
-            _agreed[key] = number + 1
-        return number, {name for _, names, *_ in everyone for name in names}
+            _agreed[key] = self._number + 1
+        return {name for _, names, *_ in everyone for name in names}
 
     # --- statistics and state: see `Store` ---
 
