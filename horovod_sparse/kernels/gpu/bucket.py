@@ -23,7 +23,7 @@ from horovod_sparse.ops.protocol import Momentum
 
 _BLOCK = 4096
 _TILES = 2048
-"""A tile has `_BLOCK` entries, or up to `MOST_BLOCK` as long as there are this many tiles."""
+"""A tile has `_BLOCK` entries, or more, a power of two up to `MOST_BLOCK`, as long as there are this many tiles."""
 GROUPS = 1024
 _CHUNK_OF_GRADIENT = 512
 """`accumulate` takes in so many entries at a time: more would leave a thread too few registers."""
@@ -70,7 +70,9 @@ class DeviceBucket:
         chunk: int = CHUNK,
         groups: int = GROUPS,
     ) -> None:
-        block = _block_for(buffer.numel()) if block is None else block
+        if block is None:
+            most = 1 << max(buffer.numel() // _TILES, 1).bit_length() - 1
+            block = min(max(most, _BLOCK), MOST_BLOCK)
         assert RUN <= chunk <= block <= MOST_BLOCK
         self.rule = rule
         self.buffer, self._velocity = buffer, velocity
@@ -223,13 +225,6 @@ class DeviceBucket:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         return [offset for offset, tiles in self._tiles_of.items() if row[tiles.start : tiles.stop].any()]
-
-
-def _block_for(numel: int) -> int:
-    block = _BLOCK
-    while block < MOST_BLOCK and numel >= 2 * block * _TILES:
-        block *= 2
-    return block
 
 
 def selector_for(
