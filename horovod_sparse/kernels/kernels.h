@@ -5,10 +5,11 @@
 #include <stdint.h>
 
 /* begin */
-/* Residuals, velocities and x are float32 or float64. Gradients are of any type and are converted to the residual's type;
-   entries that are not finite after that are left out. A cut is not negative, a threshold is any number; both are rounded to
-   x's type. Infinities in x are treated like other numbers. NaN in x is above every threshold except NaN; sums become NaN or
-   leave it out. Threads beyond the first are started as far as the system has them. A failed allocation ends the process. */
+/* horovod_sparse/ops/protocol.py says under the same names what the operations compute. Here is what is asked of the memory.
+   Residuals, velocities and x are float32 or float64, gradients of any type. A cut is not negative, a threshold is any number;
+   both are rounded to x's type. Infinities in x are treated like other numbers. NaN in x is above every threshold except NaN;
+   sums become NaN or leave it out. Threads beyond the first are started as far as the system has them. A failed allocation ends
+   the process. */
 enum { HS_FLOAT32, HS_FLOAT64, HS_BFLOAT16, HS_FLOAT16 };
 
 typedef struct {
@@ -54,10 +55,8 @@ int hs_choose(const char* name);
 /* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
    spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
 int hs_share_threads(void);
-/* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += rate gradient.
-   With velocity: velocity = momentum velocity + gradient, residual += rate velocity. With Nesterov's momentum, instead of the
-   last: residual += rate (ahead velocity + gradient). The rate is above zero. Products are rounded. Sums that leave the range
-   of the type stay at its largest number. `notes` may be null. Changes nothing and returns 0 if one reaches beyond numel. */
+/* Takes in the gradients in this order. `velocity` and `notes` may be null. Changes nothing and returns 0 if a gradient reaches
+   beyond numel. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
                   double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
@@ -67,35 +66,24 @@ void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, i
    threads, room for twice as many mostly suffices. */
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
-/* Writes the ascending indices of the largest entries of each chunk of `length` that are not zero, and returns their number;
-   among equal ones the first are taken. The chunk [a, b) gives up to b count / n - a count / n, both rounded down.
-   1 <= count <= n <= length count, and n is at most 2^31. There is room for `count` indices. */
+/* Writes the indices and returns their number; n is at most 2^31, and there is room for `count` indices. */
 int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, int64_t count, int threads,
                             int64_t* indices);
-/* Subtracts x[indices], rounded to float32, from x. Writes what was subtracted to `values` or, with its indices, to a `message`
-   of `capacity` >= count pairs; the other one is null. Writes x[indices] as they were to `entries`, unless it is null. Changes
-   nothing and returns 0 if an index is outside [0, n). */
+/* Writes what was taken to `values` or, with its indices, to a `message` of `capacity` >= count pairs; the other one is null.
+   `entries` may be null. Changes nothing and returns 0 if an index is outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values,
             hs_pair* message, int64_t capacity);
-/* Writes to each target the sum of those entries of `world` messages of pairs whose indices are in [first, first + n); its
-   own indices count from `first`. Entries are divided by `divisor`, then added in the messages' order. The target is zero
-   where no message has an entry. The first used[w] of the `capacity` rows of message number w are in use. Changes nothing and
-   returns 0 unless every message's indices ascend within each target. */
+/* Does as an `assembler`, with `world` messages of `capacity` rows. Changes nothing and returns 0 unless every message's
+   indices ascend within each target. */
 int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor);
-/* Writes a message of pairs with room for `capacity`: see horovod_sparse/exchange/wire.py. */
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, hs_pair* message);
-/* Writes a packed message of `length` int32, for x with n entries, with the entries of a message of pairs, which were taken out
-   of x. Rounds the values to their chunk's levels, also in the message of pairs, and adds the rest to x. */
+/* Writes a packed message of `length` int32, for x with n entries. */
 void hs_quantize(void* x, int type, int64_t n, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length);
-/* Writes the messages of pairs, of `capacity` rows, that `world` packed ones of `length` int32 stand for. The first index of a
-   message is -3 if its counts are negative or more than `capacity` together. */
+/* Writes messages of pairs, of `capacity` rows, from packed ones of `length` int32. */
 void hs_unquantize(int32_t* packed, int64_t length, int64_t chunks, int64_t world, hs_pair* messages, int64_t capacity);
-/* used[w] = how many of the `capacity` indices of message number w come before its padding. Indices are `stride` apart.
-   used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/exchange/wire.py for a bucket of n. */
+/* Writes to `used`; -1 stands for None. Indices are `stride` apart. */
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);
-/* Writes all indices of `world` messages of `length`, ascending and each once, and returns their number. A message's indices
-   come after `header` numbers, and `merged` has room for all of them. Returns -1 unless hs_rows_in_use finds every message's
-   indices in order, for a bucket of n. */
+/* Returns the number of indices; -1 stands for None. `merged` has room for all indices of `world` messages of `length`. */
 int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged);
 /* end */
