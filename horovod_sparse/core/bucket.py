@@ -105,7 +105,7 @@ class Bucket:
             mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
             self.stands_in = usual if usual != mine else None
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
-        self.selector.begin(selects=not self._in_dense_steps)
+        self.selector.begin(self.state, selects=not self._in_dense_steps)
         return before
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:

@@ -40,7 +40,7 @@ class Selector(Protocol):
     the host wait. `finish`, which is called when the collective has been started, may wait.
     """
 
-    def begin(self, *, selects: bool) -> None:
+    def begin(self, state: BucketState, *, selects: bool) -> None:
         """Begin a step. `selects` says whether entries will be selected."""
 
     def accumulate(
@@ -80,22 +80,19 @@ class HostSelector:
         # The tests hold the package's own classes to it.
         self._is_foreign = not type(self.compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
         self._dtype = str(self.buffer.dtype).removeprefix("torch.")
-        self._hinted = False
         self.not_finite: list[int] = []
         """The offsets of the parameters whose gradients in this step were not finite."""
         self._outcome = Outcome()
 
-    def begin(self, *, selects: bool) -> None:
-        self._hinted, self.not_finite = False, []
-        self._selects = selects and not self.compressor.exchange.owns_parts
+    def begin(self, state: BucketState, *, selects: bool) -> None:
+        self.not_finite = []
+        compressor, room = self.compressor, min(state.room, len(self.buffer) // _FEW)
+        expects = selects and not compressor.exchange.owns_parts
+        self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if expects else Hints())
 
     def accumulate(
         self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
     ) -> None:
-        if not self._hinted:
-            self._hinted = True
-            compressor, room = self.compressor, min(state.room, len(self.buffer) // _FEW)
-            self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if self._selects else Hints())
         moving = None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if momentum is not None and self.velocity is not None:

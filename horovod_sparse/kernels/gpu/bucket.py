@@ -120,7 +120,7 @@ class DeviceBucket:
     def forget(self) -> None:
         self._limit = math.inf
 
-    def begin(self, *, selects: bool) -> None:
+    def begin(self, state: BucketState, *, selects: bool) -> None:
         return
 
     def _floor(self, state: BucketState) -> float:
