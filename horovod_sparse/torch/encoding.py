@@ -30,10 +30,7 @@ def _saved(state: Any) -> bytes:
 
 
 def _readable(value: Any, name: str = "") -> Any:
-    """Return a copy of a state whose values, in dictionaries, lists and tuples, are `_checked`.
-
-    A dictionary of another class is checked while empty, too.
-    """
+    """Return a copy of a state whose values, and dictionaries of other classes while they are empty, are `_checked`."""
     if isinstance(value, dict):
         # A model's state has attributes, which a shallow copy keeps.
         made = copy.copy(value)

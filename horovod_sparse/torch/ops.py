@@ -79,10 +79,7 @@ class TorchOps(Ops):
         return overflowed
 
     def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int | Tensor]:
-        """Return the gradient with zeros for the entries that are not finite, and how many those are.
-
-        The gradient is converted to the residual's type first if that may matter.
-        """
+        """Return the gradient, converted if that may matter, with zeros for entries that are not finite, and their number."""
         if gradient.dtype == torch.float64:
             gradient = gradient.to(dtype)
         if on_host(gradient) and self.all_finite(gradient):

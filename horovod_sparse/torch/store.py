@@ -210,11 +210,7 @@ class TensorReducer(Store):
         rank: int,
         **place: Any,
     ) -> None:
-        """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks.
-
-        `sparse` names those with sparse gradients, `gather` returns every rank's value, and `place` is what `Pipeline` is
-        told of this rank and of the others.
-        """
+        """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks."""
         pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
         agree_on_states(lambda: self._check(state, new, () if self._sparse_as_dense else sparse), gather, rank)
         if pipeline is None:
