@@ -158,15 +158,16 @@ class Worker:
 
     def launch(self, gradient: Tensor) -> Tensor:
         """From the gradient to the message; waits for nothing."""
+        self.bucket.begin(self.state, self.k, self.capacity, selects=True)
         offset = 0
         for part in gradient.split(self.sizes):
             slot = Slot("", offset, part.numel(), (part.numel(),))
-            self.bucket.accumulate([(slot, part)], self.state, self.k)
+            self.bucket.accumulate([(slot, part)], None, 1.0)
             offset += part.numel()
-        return self.bucket.message(self.state, self.k, self.capacity)
+        return self.bucket.message()
 
     def finish(self) -> dict[str, float]:
-        self.bucket.finish(self.state, self.k, self.capacity)
+        self.bucket.finish()
         self.state.step += 1
         return self.bucket.numbers
 

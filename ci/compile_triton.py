@@ -66,10 +66,10 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: Momentum | Non
     (layout,) = layouts_of([Parameter("p", (size,), "float32", "device")], compressor)
     bucket = selector_for(compressor, layout, torch.zeros(size), velocity)
     assert bucket is not None
-    state = compressor.new_state()
+    bucket.begin(compressor.new_state(), k, 50, selects=True)
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
-    bucket.accumulate([(layout.slots[0], given)], state, k, momentum)
-    message = bucket.message(state, k, 50)
+    bucket.accumulate([(layout.slots[0], given)], momentum, 1.0)
+    message = bucket.message()
     for dtype in (torch.float32, torch.float64):
         add_up(message, 1, 2.0, size, dtype)
 

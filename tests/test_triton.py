@@ -70,10 +70,10 @@ class Worker:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
         ORACLE.accumulate(expected, [(0, gradient)])
-        offsets = np.cumsum([0, *self.sizes])
-        for offset, end in itertools.pairwise(offsets.tolist()):
+        self.bucket.begin(self.state, self.k, self.capacity, selects=True)
+        for offset, end in itertools.pairwise(np.cumsum([0, *self.sizes]).tolist()):
             slot = Slot("", offset, end - offset, (end - offset,))
-            self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], self.state, self.k)
+            self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], None, 1.0)
         np.testing.assert_array_equal(self.residual.numpy(), expected)
         return expected
 
@@ -85,8 +85,8 @@ class Worker:
     def step(self, gradient: np.ndarray) -> Step:
         """One step, and what always holds."""
         before, request = self.accumulate(gradient), self.rule.request(self.state, self.k)
-        message = self.bucket.message(self.state, self.k, self.capacity).numpy()
-        outcome, numbers = self.bucket.finish(self.state, self.k, self.capacity), self.bucket.numbers
+        message = self.bucket.message().numpy()
+        outcome, numbers = self.bucket.finish(), self.bucket.numbers
         self.state.step += 1
         sent = outcome.sent
         indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
@@ -164,7 +164,8 @@ def check_accumulate(
     (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
     sizes = [3, residual.size, 2]
     bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
-    bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], NO_STATE, 1, momentum, rate)
+    bucket.begin(NO_STATE, 1, 1, selects=True)
+    bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], momentum, rate)
     np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -398,8 +399,8 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
     gradient[[7, 130]] = np.nan, -np.inf
     before = worker.accumulate(gradient)
-    message = worker.bucket.message(worker.state, worker.k, worker.capacity)
-    assert worker.bucket.finish(worker.state, worker.k, worker.capacity) == Outcome(not_finite=[0, 100])
+    message = worker.bucket.message()
+    assert worker.bucket.finish() == Outcome(not_finite=[0, 100])
     assert worker.bucket.numbers["not_finite"] == 2
     assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
     np.testing.assert_array_equal(worker.residual.numpy(), before)

@@ -105,7 +105,7 @@ class Bucket:
             mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
             self.stands_in = usual if usual != mine else None
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
-        self.selector.begin(self.state, selects=not self._in_dense_steps)
+        self.selector.begin(self.state, self.k, self.capacity, selects=not self._in_dense_steps)
         return before
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
@@ -124,7 +124,7 @@ class Bucket:
                 gradient = intake.prepared(gradient, self.layout.residual_dtype)
             gradients[momentum, rate].append((slot, gradient))
         for (momentum, rate), some in gradients.items():
-            self.selector.accumulate(some, self.state, self.k, momentum, rate)
+            self.selector.accumulate(some, momentum, rate)
 
     def _accelerate(self, slot: Slot, gradient: Array | None, momentum: Momentum, intake: Intake) -> None:
         """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
@@ -184,13 +184,13 @@ class Bucket:
         return not self._host.not_finite
 
     def message(self) -> Array:
-        message = self.selector.message(self.state, self.k, self.capacity)
+        message = self.selector.message()
         if self.selector is self.device:
             self._message = message
         return message
 
     def finish(self) -> None:
-        self.outcome = self.selector.finish(self.state, self.k, self.capacity)
+        self.outcome = self.selector.finish()
 
     def select(self) -> Selection:
         return self.select_from(self.buffer, self.k, self.capacity)

@@ -40,19 +40,17 @@ class Selector(Protocol):
     the host wait. `finish`, which is called when the collective has been started, may wait.
     """
 
-    def begin(self, state: BucketState, *, selects: bool) -> None:
-        """Begin a step. `selects` says whether entries will be selected."""
+    def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
+        """Begin a step, in which about k entries will be selected, at most `capacity`, if it `selects`."""
 
-    def accumulate(
-        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
-    ) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
         """Add gradients to the residual, through the velocity if there is a momentum, as `Ops.accumulate` does."""
 
-    def message(self, state: BucketState, k: int, capacity: int) -> Array:
+    def message(self) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
-    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
-        """Return what became of the selection. From here on, `state` has learned from it."""
+    def finish(self) -> Outcome:
+        """Return what became of the selection. From here on, the state has learned from it."""
 
     def forget(self) -> None:
         """Forget what was seen before, because the residual or the state was changed from outside, or the step was given up."""
@@ -84,15 +82,13 @@ class HostSelector:
         """The offsets of the parameters whose gradients in this step were not finite."""
         self._outcome = Outcome()
 
-    def begin(self, state: BucketState, *, selects: bool) -> None:
-        self.not_finite = []
+    def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
+        self._state, self._k, self._capacity, self.not_finite = state, k, capacity, []
         compressor, room = self.compressor, min(state.room, len(self.buffer) // _FEW)
         expects = selects and not compressor.exchange.owns_parts
         self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if expects else Hints())
 
-    def accumulate(
-        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
-    ) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
         moving = None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if momentum is not None and self.velocity is not None:
@@ -115,18 +111,18 @@ class HostSelector:
             check_selection(type(self.compressor).__name__, selection, x, capacity)
         return selection
 
-    def message(self, state: BucketState, k: int, capacity: int) -> Array:
+    def message(self) -> Array:
         if self.not_finite:
             indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
         else:
-            indices, found, _ = self.select(self.buffer, state, k, capacity)
+            indices, found, _ = self.select(self.buffer, self._state, self._k, self._capacity)
         self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
-        message = self.ops.take_pairs(self.buffer, indices, capacity, self.remember(indices))
+        message = self.ops.take_pairs(self.buffer, indices, self._capacity, self.remember(indices))
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
         return message
 
-    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
+    def finish(self) -> Outcome:
         return self._outcome
 
     def forget(self) -> None:

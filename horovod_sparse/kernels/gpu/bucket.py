@@ -120,29 +120,22 @@ class DeviceBucket:
     def forget(self) -> None:
         self._limit = math.inf
 
-    def begin(self, state: BucketState, *, selects: bool) -> None:
-        return
+    def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
+        self._state, self._k, self._capacity = state, k, capacity
 
-    def _floor(self, state: BucketState) -> float:
-        return self.rule.floor(state, self._limit * (1.0 - self._margin))
+    def _floor(self) -> float:
+        return self.rule.floor(self._state, self._limit * (1.0 - self._margin))
 
-    def _adapt(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+    def _adapt(self, numbers: Mapping[str, float]) -> None:
         """Let the next step have more candidates than it sends, but not many more."""
-        sent = max(k, numbers["sent"])
-        if numbers["limit"] < self._floor(state) or numbers["candidates"] < numbers["exact"] * sent:
+        sent = max(self._k, numbers["sent"])
+        if numbers["limit"] < self._floor() or numbers["candidates"] < numbers["exact"] * sent:
             self._margin = min(self._margin * _MORE, _MARGIN)
         elif numbers["candidates"] > _MANY * sent:
             self._margin *= _LESS
 
-    def accumulate(
-        self,
-        gradients: Sequence[SlotGradient],
-        state: BucketState,
-        k: int,
-        momentum: Momentum | None = None,
-        rate: float = 1.0,
-    ) -> None:
-        request, floor = self.rule.request(state, k), self._floor(state)
+    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
+        request, floor = self.rule.request(self._state, self._k), self._floor()
         factor, ahead = momentum or (0.0, None)
         numbers = request.cut, floor, factor, ahead or 0.0, rate
         constants = {
@@ -167,11 +160,12 @@ class DeviceBucket:
                 has = {"HAS_GRADIENT": gradient is not None}
                 accumulate[(len(tiles),)](x, flat, moving, *place, *numbers, *results, **has, **constants)
 
-    def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
-        request = self.rule.request(state, k)
+    def message(self) -> Tensor:
+        k, capacity = self._k, self._capacity
+        request = self.rule.request(self._state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with torch.cuda.device_of(self.buffer):
-            self._fit(request, self._floor(state), k)
+            self._fit(request, self._floor(), k)
             if request.rule != "largest":
                 self._count(-1, 0)
             self._search(request, k, capacity)
@@ -208,18 +202,18 @@ class DeviceBucket:
             before = _WIDTHS[number - 1]
             self._launch(histogram, self._histograms, ROUND=number, SHIFT=shift, WIDTH=width, BEFORE=before)
 
-    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
+    def finish(self) -> Outcome:
         if self._copied is not None:
             self._copied.synchronize()
         numbers = self.numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
         if numbers["not_finite"]:
             # Nothing was sent, and nothing is learned.
             return Outcome(not_finite=self._not_finite())
-        self._adapt(state, k, numbers)
-        self.rule.learn(state, k, numbers)
+        self._adapt(numbers)
+        self.rule.learn(self._state, self._k, numbers)
         self._limit = numbers["limit"]
         sent, found = int(numbers["sent"]), int(numbers["found"])
-        return Outcome(sent, found - sent if sent == capacity and found > capacity else 0)
+        return Outcome(sent, found - sent if sent == self._capacity and found > sent else 0)
 
     def _not_finite(self) -> list[int]:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
