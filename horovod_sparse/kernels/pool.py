@@ -31,14 +31,10 @@ class BufferPool:
         try:
             memory = spare.pop()
         except IndexError:
-            memory = _aligned(rounded)
+            fresh = np.empty(rounded + ALIGNMENT, np.uint8)
+            start = -fresh.ctypes.data % ALIGNMENT
+            memory = fresh[start : start + rounded].data
         # Views of the array keep it alive. If it were a view of another array, they would be views of that one.
         array: NDArray[np.generic] = np.frombuffer(memory[:size], dtype)
         weakref.finalize(array, spare.append, memory).atexit = False
         return array
-
-
-def _aligned(size: int) -> memoryview:
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].data

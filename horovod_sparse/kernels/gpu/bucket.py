@@ -165,7 +165,10 @@ class DeviceBucket:
         request = self.rule.request(self._state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with torch.cuda.device_of(self.buffer):
-            self._fit(request, self._floor(), k)
+            asked = k, request.aim, request.cut, request.most_tail, self._floor()
+            results = self._histograms, self._numbers, self._words
+            constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
+            fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
             if request.rule != "largest":
                 self._count(-1, 0)
             self._search(request, k, capacity)
@@ -180,12 +183,6 @@ class DeviceBucket:
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launch one of the kernels after `fit`: all of them begin with the entries and end with the words and the shape."""
         kernel[(self._groups,)](*self._entries, *arguments, self._words, **constants, **self._shape)
-
-    def _fit(self, request: Request, floor: float, k: int) -> None:
-        asked = k, request.aim, request.cut, request.most_tail, floor
-        results = self._histograms, self._numbers, self._words
-        constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
-        fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
 
     def _count(self, last: int, width: int) -> None:
         self._launch(count, self._above, self._equal, self._histograms, LAST=last, WIDTH=width)
