@@ -99,7 +99,11 @@ def check_parts(state: Any, compressor: Compressor) -> None:
         _check(f"[{part!r}]", found, "a dict by parameter name", isinstance(found, Mapping) and _are_names(found))
     for part in ARRAYS:
         for name, array in state[part].items():
-            _check_array(f"state[{part!r}][{name!r}]", array)
+            where = f"[{part!r}][{name!r}]"
+            dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+            _check(where, dtype, f"an array of {' or '.join(_DTYPES)}", dtype in _DTYPES)
+            finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
+            _check(where, array, "finite", bool(finite.all()))
     lengths = state.get("updates", [0.0, 0.0])
     kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
     are_lengths = kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf
@@ -124,7 +128,7 @@ def _check(where: str, value: object, expected: str, holds: bool) -> None:
     if not holds:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged")
+        raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged, load an older one")
 
 
 def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:
@@ -139,15 +143,6 @@ def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: floa
         bucket.rescale(factor)
         adaptive[name] = bucket.state_dict()
     return {**state, "adaptive": adaptive}
-
-
-def _check_array(name: str, array: Any) -> None:
-    dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise ValueError(f"{name} must be an array of {' or '.join(_DTYPES)}, got {dtype}; the state is damaged")
-    finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
-    if not bool(finite.all()):
-        raise ValueError(f"{name} must be finite, but holds NaN or infinity; the state is damaged, load an older one")
 
 
 def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: str) -> None:
