@@ -74,6 +74,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     A checkpoint holds the model's variables, the optimizer's, residuals and adaptive state of its compressor, the states of
     the random generators of Keras' layers, NumPy and Python, and how many epochs were done. `fit` then begins with the next.
+    It has the number `optimizer.iterations`.
     Training goes on bit for bit if the data have the same order in every epoch, as with `shuffle=False`.
 
     A callback resumes once: a second `fit` with it continues with what the model is then.
@@ -100,10 +101,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._folder, self._every, self._keep = folder, every, keep
         self._damaged: Damaged = damaged
         self._begun = False
-        self.step = 0
-        """Number of batches of the epochs that are done."""
-        self._batches = self._since = 0
-        """Batches of the epoch under way that are done, and epochs since the last checkpoint."""
+        self._since = 0
+        """Number of epochs since the last checkpoint."""
 
     def on_train_begin(self, logs: MutableMapping[str, Any] | None = None) -> None:
         if self._begun:
@@ -115,23 +114,17 @@ class CheckpointCallback(keras.callbacks.Callback):
             self.model.optimizer.build(self.model.trainable_variables)
         found = load_checkpoint(self._folder, damaged=self._damaged, model=self.model, optimizer=self.model.optimizer)
         if found.values:
-            self.step = found.step
             _resumed.add(self.model)
             # Keras' own `BackupAndRestore` tells it in the same way.
             self.model._initial_epoch = found.values["epoch"]
 
-    def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        self._batches = batch + 1
-
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        self.step += self._batches
         self._since += 1
         optimizer = self.model.optimizer
         if self._since >= self._every and not passes_of(optimizer):
             self._since = 0
-            save_checkpoint(
-                self._folder, self.step, keep=self._keep, model=self.model, optimizer=optimizer, epoch=epoch + 1
-            )
+            kept = {"model": self.model, "optimizer": optimizer, "epoch": epoch + 1}
+            save_checkpoint(self._folder, int(optimizer.iterations), keep=self._keep, **kept)
 
     def on_train_end(self, logs: MutableMapping[str, Any] | None = None) -> None:
         self.model._initial_epoch = None

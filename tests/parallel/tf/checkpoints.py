@@ -100,7 +100,7 @@ def keras_resumes_bit_for_bit(
         assert everyone(own)[0] != everyone(own)[1], "the scenario tests nothing"
         # The same callback goes on with what is there, and not with the checkpoint.
         whole.fit(saves, first=EPOCHS, epochs=EPOCHS + 1)
-        assert whole.epochs == [*range(EPOCHS + 1)] and saves.step == (EPOCHS + 1) * BATCHES
+        assert whole.epochs == [*range(EPOCHS + 1)]
         assert saved() == ([2, 4] if settings else [2, 3, 4])
 
 
