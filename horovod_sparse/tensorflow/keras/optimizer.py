@@ -48,7 +48,8 @@ def distributed(
 ) -> Any:
     """Make a Keras 3 optimizer reduce its gradients over all workers before it applies them, and return it itself.
 
-    It may have a `keras.optimizers.LossScaleOptimizer` inside or around it. The arguments are those of stock Horovod.
+    It may have a `keras.optimizers.LossScaleOptimizer` inside or around it. The arguments are those of stock Horovod, but
+    lists of variables in `groups` matter to a compressor alone.
 
     Raises:
         ValueError: an argument cannot be honoured; the message says what to do instead.
@@ -74,7 +75,10 @@ def distributed(
         reducer.settings = functools.partial(_settings_of, inner, reducer, passes, average_aggregated_gradients)
         reduce: Reduce = functools.partial(_reduce_sparse, reducer)
     else:
-        reduce = _Dense(name=name or f"Distributed{type(optimizer).__name__}", compression=compression, **arguments)
+        # Horovod tells the members of lists by name, but Keras variables share a few names ("kernel:0").
+        arguments["groups"] = None if isinstance(reduction.groups, list) else reduction.groups
+        arguments |= {"name": name or f"Distributed{type(optimizer).__name__}", "compression": compression}
+        reduce = functools.partial(_reduce_dense, horovod_tensorflow._make_allreduce_grads_fn(**arguments), workers)
     follow_scalers()
     inner.apply = DistributedApply(
         inner,
@@ -216,6 +220,13 @@ class DistributedApply:
             plain(variable).assign_sub(mean)
 
 
+def _reduce_dense(
+    stock: Callable[..., list[Any]], process_set: Any, gradients: list[Any], variables: list[Variable], optimizer: Any
+) -> list[Any]:
+    """Reduce as stock Horovod does. On workers outside of the process set, gradients stay unchanged."""
+    return stock(gradients, [plain(one) for one in variables]) if process_set.included() else gradients
+
+
 def _reduce_sparse(reducer: Reducer, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
     rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
     if is_scaler(optimizer):
@@ -240,38 +251,6 @@ def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: 
     if compression.momentum_correction is not None:
         settings["momentum before the selection"] = repr(compression.momentum_correction)
     return settings
-
-
-class _Dense:
-    """Stock Horovod's reduction, with the other arguments of `horovod.tensorflow._make_allreduce_grads_fn`.
-
-    Variables in `groups` may be Keras variables. On workers outside of the process set, gradients stay unchanged.
-    """
-
-    def __init__(self, groups: Any, process_set: Any, *, name: str, **arguments: Any) -> None:
-        self._process_set = process_set
-        # Horovod finds the members of groups by name, but Keras variables share a few names ("kernel:0"). So each group has
-        # its own function, which is told that everything it gets is one group. A last function is for variables in no group.
-        lists = groups if isinstance(groups, list) else []
-        self._group_of = {plain(member).ref(): number for number, group in enumerate(lists) for member in group}
-        function = functools.partial(horovod_tensorflow._make_allreduce_grads_fn, process_set=process_set, **arguments)
-        self._functions = [function(name=f"{name}_{number}", groups=1) for number in range(len(lists))]
-        self._functions.append(function(name=name, groups=None if lists else groups))
-
-    def __call__(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-        if not self._process_set.included():
-            return gradients
-        parts: dict[int, list[int]] = {}
-        for index, variable in enumerate(variables):
-            if gradients[index] is not None:
-                number = self._group_of.get(plain(variable).ref(), len(self._functions) - 1)
-                parts.setdefault(number, []).append(index)
-        reduced = list(gradients)
-        for number, indices in sorted(parts.items()):
-            found = self._functions[number]([gradients[i] for i in indices], [plain(variables[i]) for i in indices])
-            for index, gradient in zip(indices, found, strict=True):
-                reduced[index] = gradient
-        return reduced
 
 
 class _Accumulator:
