@@ -72,7 +72,10 @@ DDP = {
     "DDP PowerSGD rank 4": Row("--compression none", hook="PowerSGD 4"),
 }
 SIDCO = "SIDCo(0.01)"
-LOCAL = {every: f"LocalUpdates, TopK(0.03), packed, every {every}" for every in (5, 15)}
+LOCAL = {
+    options: f"LocalUpdates, TopK(0.03), packed{options.replace(' --', ', ')}"
+    for options in (" --every 5", " --every 15", " --every 5 --overlap 2", " --every 15 --overlap 5")
+}
 SUITES = {
     "transformer": Suite(
         Task(
@@ -85,18 +88,14 @@ SUITES = {
         | {
             "dense averaging, every 5": Row("--compression none --every 5 --keep 0 --outer-lr 1"),
             "DiLoCo, every 15": Row("--compression none --every 15 --keep 0 --outer-lr 0.7 --outer-momentum 0.3"),
-            **{
-                title: Row(f"--compression topk --ratio 0.03 --exchange packed --every {every}")
-                for every, title in LOCAL.items()
-            },
+            **{title: Row(f"--compression topk --ratio 0.03 --exchange packed{own}") for own, title in LOCAL.items()},
             SIDCO: Row("--compression sidco --ratio 0.01"),
         },
         "--epochs 2 --epoch-steps 60",
         {
             "dense averaging, every 5": "--epochs 2 --epoch-steps 30",
             "DiLoCo, every 15": "--epochs 2 --epoch-steps 45",
-            LOCAL[5]: "--epochs 4 --epoch-steps 50",
-            LOCAL[15]: "--epochs 4 --epoch-steps 135",
+            **{title: f"--epochs 4 --epoch-steps {135 if '15' in own else 50}" for own, title in LOCAL.items()},
             SIDCO: "--epochs 6 --epoch-steps 25",
         },
         "--epochs 2 --epoch-steps 8",
@@ -112,8 +111,8 @@ SUITES = {
 }
 
 
-COLOURS = ["#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#d55e00"]
-"""Of the transformer's rows. They all tell apart, for colour-blind people too."""
+COLOURS = ["#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#009e73", "#0072b2", "#d55e00"]
+"""Of the transformer's rows, for colour-blind people too. Rows with overlap are dashed, in the colour of those without."""
 SHORT = "--width 192 --epochs 8 --epoch-steps 45 --optimizer adamw"
 
 
@@ -131,9 +130,12 @@ SUITES["HSDP"] = replace(
     rows={
         "HSDP float32": Row("--compression none", hook="HSDP"),
         "HSDP bfloat16": Row("--compression none", hook="HSDP bfloat16"),
-        **{f"HSDP, {row}": replace(SUITES["transformer"].rows[row], hook="HSDP") for row in (SIDCO, LOCAL[15])},
+        **{
+            f"HSDP, {row}": replace(SUITES["transformer"].rows[row], hook="HSDP")
+            for row in (SIDCO, LOCAL[" --every 15"])
+        },
     },
-    links={f"HSDP, {row}": SUITES["transformer"].links[row] for row in (SIDCO, LOCAL[15])},
+    links={f"HSDP, {row}": SUITES["transformer"].links[row] for row in (SIDCO, LOCAL[" --every 15"])},
     slots=2,
 )
 
@@ -275,7 +277,8 @@ def draw(_: argparse.Namespace) -> None:
         labels = [str(network).replace(", ", "\n") for network in NETWORKS]
         for row in SUITES[name].rows:
             medians = [seconds(name, row, network) for network in NETWORKS]
-            panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row, color=colours[row])
+            style = {"color": colours[row], "linestyle": "--" if "overlap" in row else "-"}
+            panel.semilogy(labels, medians, marker="o", linewidth=1.8, label=row, **style)
         panel.set_ylabel(f"seconds to {target(name):.2f}")
         panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.set_title(SUITES[name].task.title, loc="left", fontsize=11)
