@@ -264,7 +264,6 @@ def _parted(joined: Array, bits: int) -> Array:
 
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:
-    """Return `rows_in_use` of one message."""
     if indices[0] == wire.NOT_FINITE:
         return wire.NOT_FINITE
     used = int(np.count_nonzero(indices >= 0))

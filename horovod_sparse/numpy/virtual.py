@@ -88,7 +88,6 @@ class VirtualWorkers:
         return reduced
 
     def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
-        """Make the workers, for gradients like these."""
         hosts = self._compression.exchange.hosts(self.number, lambda host: [host] * self.number)
         settings: dict[str, Any] = {"world": self.number, "averages": self._average, "groups": hosts}
         pipelines, ops = [], host_ops()
@@ -98,7 +97,6 @@ class VirtualWorkers:
         self.pipelines = pipelines
 
     def _exchange(self, buckets: Sequence[AnyBucket], reduced: Mapping[str, Array]) -> None:
-        """Exchange a bucket of all workers, and write its reduced gradients."""
         writes: list[Write] = [partial(write_to, reduced)] + [lambda slots, sent: None] * (self.number - 1)
         asked = [bucket.begin() for bucket in buckets]
         while asked:

@@ -130,7 +130,6 @@ class HostPipeline(Pipeline):
         return [group for group in groups if group]
 
     def _exchange_all(self, step: Step, buckets: list[AnyBucket]) -> list[Tensor]:
-        """Return the reduced gradients of some buckets."""
         usual = partial(self._exchange, step, buckets, self.compressor.exchange)
         if not buckets[0].begins_dense:
             return usual()
@@ -222,7 +221,6 @@ class HostPipeline(Pipeline):
         return self._next(bucket, bucket.begin())
 
     def _next(self, bucket: AnyBucket, collective: Collective) -> NDArray[Any]:
-        """Return the message of a bucket's next collective."""
         self._rows[bucket.name] = collective.to
         return np.ascontiguousarray(collective.message)
 

@@ -82,7 +82,6 @@ def same_name(saved: str, name: str) -> bool:
 
 
 def _fit(one: str, other: str) -> bool:
-    """Return whether one of the names is, or ends in, the other."""
     return one == other or one.endswith(f"/{other}") or other.endswith(f"/{one}")
 
 

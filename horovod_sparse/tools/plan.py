@@ -54,7 +54,6 @@ class Network(NamedTuple):
 
 
 def _sent(rounds: Rounds, world: int) -> float:
-    """Return the bytes that each worker sends."""
     return sum(call.bytes_sent(world) for together in rounds for call in together)
 
 
@@ -84,7 +83,6 @@ def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], R
 
 
 def _rounds(compressor: Compressor, parameters: int, ratio: float, world: int) -> Rounds:
-    """Return the collectives of a step with this ratio."""
     return list(zip(*(compressor.rounds(n, ratio, world) for n in _sizes(parameters)), strict=True))
 
 
