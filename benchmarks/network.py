@@ -118,7 +118,7 @@ def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterato
     cases: list[tuple[Method, float]] = [(method, 1.0) for method in dense]
     cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in dense]
     for method, ratio in cases:
-        predicted = method.seconds(where, parameters, ratio, world)
+        predicted = where.seconds(method.rounds(parameters, ratio, world), world)
         repetitions = min(MOST_REPETITIONS, max(1, int(BUDGET / predicted)))
         title = method.title if ratio == 1.0 else f"{method.title}, {ratio:g}"
         taken = timed(method.rounds(parameters, ratio, world), title, repetitions)

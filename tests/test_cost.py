@@ -63,7 +63,7 @@ def test_factors_of_rank_4() -> None:
 def test_what_a_step_sends_is_what_its_collectives_send(numel: int, ratio: float, world: int) -> None:
     for method in METHODS:
         sent = method.bytes_sent(numel, ratio, world)
-        assert method.seconds(FREE, numel, ratio, world) == pytest.approx(sent / 1e9)
+        assert FREE.seconds(method.rounds(numel, ratio, world), world) == pytest.approx(sent / 1e9)
     # Every bucket has its message, and no entry is lost between buckets.
     entries = sum(call.length for (together,) in [SHARED.rounds(numel, 1.0, world)] for call in together)
     assert entries == numel + 17 * math.ceil(numel / (25 * 2**18))

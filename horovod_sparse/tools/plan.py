@@ -72,10 +72,6 @@ class Method:
         """Return the bytes that each worker sends in a step."""
         return _sent(self.rounds(parameters, ratio, world), world)
 
-    def seconds(self, where: Network, parameters: int, ratio: float, world: int) -> float:
-        """Return how long the collectives of a step take."""
-        return where.seconds(self.rounds(parameters, ratio, world), world)
-
 
 def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
     """Return `Method.rounds` of a compressor, when its ratio has come down to the end."""
@@ -129,7 +125,7 @@ def warm_up(compressor: Compressor, parameters: int, world: int) -> tuple[int, i
 def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:
     """Return the whole report. `computing` is what a worker computes in a step, in seconds."""
     rows = [("method", "bytes per step", "exchange ms", "step ms", "dense fp16 / it", "what to write")]
-    steps = {method: computing + method.seconds(where, parameters, ratio, world) for method in METHODS}
+    steps = {method: computing + where.seconds(method.rounds(parameters, ratio, world), world) for method in METHODS}
     for method, step in steps.items():
         numbers = f"{1e3 * (step - computing):,.2f}", f"{1e3 * step:,.2f}", f"{steps[DENSE16] / step:.2f}"
         sent = f"{method.bytes_sent(parameters, ratio, world):,.0f}"
