@@ -239,12 +239,8 @@ def tables(_: argparse.Namespace, name: str, suite: Suite) -> None:
     print(f"### {suite.task.title}\n")
     trained = learned(name, replace(suite, rows=rows), aim)
     print(f"Trained on {suite.workers} local workers, {suite.task.unit}:\n\n{trained}\n")
-    reached = np.array([[seconds(name, row, network) for network in suite.networks] for row in rows])
-    lines = [[row, *map(written, each)] for row, each in zip(rows, reached, strict=True)]
-    sparse = np.array(["--ratio" in row.options for row in rows.values()])
-    others, ours = (reached[which].min(axis=0, initial=math.inf) for which in (~sparse, sparse))
-    lines.append(["first other row / first sparse row", *(f"{one:.2f}" for one in others / ours)])
-    print(f"Seconds to {aim}, median of the seeds:\n\n{markdown.table(['exchange', *networks], lines)}\n")
+    reached = [[row, *(written(seconds(name, row, one)) for one in suite.networks)] for row in rows]
+    print(f"Seconds to {aim}, median of the seeds:\n\n{markdown.table(['exchange', *networks], reached)}\n")
     lasting = []
     for row in [*rows, *suite.grains]:
         title = f"{SIDCO}, `{row}`" if row in suite.grains else row
