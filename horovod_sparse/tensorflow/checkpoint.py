@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.checkpoint import Checkpoints, Objects, State, Workers, random_state, set_random_state
-from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_state, viewed
+from horovod_sparse.core.packing import check_plain, pack, packed_state, unpack, unpacked_state, viewed
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import gather_json
 from horovod_sparse.tensorflow.names import name_of, plain, same_name
@@ -45,7 +45,7 @@ def _compressors(objects: Objects) -> dict[str, TensorflowCompressor]:
 def _own(objects: Objects) -> bytes:
     arrays = _arrays(objects, shared=False)
     for name, compressor in _compressors(objects).items():
-        arrays[f"{name}/state"] = np.frombuffer(compressor.serialize(), np.uint8)
+        arrays[f"{name}/state"] = np.frombuffer(packed_state(compressor.state_dict()), np.uint8)
     values = {name: one for name, one in objects.items() if _variables_of(one) is None}
     for name, value in values.items():
         check_plain(name, value)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from horovod_sparse import compressors
 from horovod_sparse.core.binding import BoundCompressor
-from horovod_sparse.core.packing import packed_state, unpacked_state
 from horovod_sparse.core.state import check_parts, empty_state
 from horovod_sparse.core.store import Store
 from horovod_sparse.numpy.compiled import host_ops
@@ -21,11 +20,10 @@ from horovod_sparse.numpy.compiled import host_ops
 Tensor = Any
 
 
-class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experimental.PythonState):
+class TensorflowCompressor(BoundCompressor, HorovodCompressor):
     """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
 
-    `state_dict` returns NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
-    rank must save its own checkpoint.
+    `state_dict` returns NumPy arrays and plain values.
     """
 
     _pending: dict[str, Any] | None = None
@@ -80,18 +78,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         else:
             check_parts(state, self)
             self._pending = copy.deepcopy(dict(state))
-
-    def serialize(self) -> bytes:
-        """Return the state as one byte string, for `tf.train.Checkpoint`."""
-        return packed_state(self.state_dict())
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Load what `serialize` returned, for `tf.train.Checkpoint`.
-
-        Raises:
-            ValueError: the bytes are damaged, or hold a state that cannot be loaded; nothing is changed then.
-        """
-        self.load_state_dict(unpacked_state(string_value))
 
 
 class ChunkTopK(TensorflowCompressor, compressors.ChunkTopK): ...
