@@ -113,6 +113,7 @@ SUITES = {
 
 COLOURS = ["#999999", "#000000", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#009e73", "#0072b2", "#d55e00"]
 """Of the transformer's rows, for colour-blind people too. Rows with overlap are dashed, in the colour of those without."""
+BETWEEN_REPLICAS = (SIDCO, LOCAL[" --every 15"])
 SHORT = "--width 192 --epochs 8 --epoch-steps 45 --optimizer adamw"
 
 
@@ -130,12 +131,9 @@ SUITES["HSDP"] = replace(
     rows={
         "HSDP float32": Row("--compression none", hook="HSDP"),
         "HSDP bfloat16": Row("--compression none", hook="HSDP bfloat16"),
-        **{
-            f"HSDP, {row}": replace(SUITES["transformer"].rows[row], hook="HSDP")
-            for row in (SIDCO, LOCAL[" --every 15"])
-        },
+        **{f"HSDP, {row}": replace(SUITES["transformer"].rows[row], hook="HSDP") for row in BETWEEN_REPLICAS},
     },
-    links={f"HSDP, {row}": SUITES["transformer"].links[row] for row in (SIDCO, LOCAL[" --every 15"])},
+    links={f"HSDP, {row}": SUITES["transformer"].links[row] for row in BETWEEN_REPLICAS},
     slots=2,
 )
 
