@@ -319,15 +319,18 @@ class LocalUpdates:
             "problem": str(problem),
             "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
         }
-        check = partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem)
         if pipeline is None or self._unchecked:
-            check()
+            self._compare(mine, problem)()
         else:
-            # All messages travel together, and take one round trip.
-            self._reducer.check_later(check)
+            # All messages travel together.
+            self._reducer.compare_later(partial(self._compare, mine, problem))
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
         return self._reducer.grown(moved)
+
+    def _compare(self, mine: dict[str, str], problem: ValueError | None) -> Callable[[], None]:
+        """Tell the other workers, and return what raises on all if they differ."""
+        return partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem)
 
     def _agree(self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None) -> None:
         global _agreed, _newest
@@ -364,9 +367,9 @@ class LocalUpdates:
 class _Reducer(GroupReducer):
     _in_parameters = True
 
-    def check_later(self, check: Callable[[], None]) -> None:
-        """Call this before the results of the exchange that begins are used."""
-        self._step.check = check
+    def compare_later(self, compare: Callable[[], Callable[[], None]]) -> None:
+        """Compare the workers beside the exchange that begins, before its results are used."""
+        self._step.compare = compare
 
     def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""
