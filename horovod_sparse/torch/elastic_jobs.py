@@ -9,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler
 
-from horovod_sparse.core.state import ARRAYS, empty_state, replicated
+from horovod_sparse.core.state import ARRAYS, empty_state, holds_anything, replicated
 from horovod_sparse.torch.exchange import gather_json
 
 
@@ -60,7 +60,7 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         return state
     made = {**kept, **first}
     mine, theirs = ({name: one["step"] for name, one in some["adaptive"].items()} for some in (kept, first))
-    if state is None:
+    if not holds_anything(kept):
         made |= {part: {name: torch.zeros(shape) for name, shape in some.items()} for part, some in shapes.items()}
     elif mine == theirs:
         # Else this worker has committed a step that the first one has not, or the other way round.
