@@ -278,7 +278,11 @@ class LocalUpdates:
             self._movement.go_on([moved - own for moved, own in travelling])
             raise
         self._move_shared(means)
-        self._movement.go_on([mean - own for mean, (_, own) in zip(means.values(), travelling, strict=True)])
+        if travelling:
+            self._movement.go_on([mean - own for mean, (_, own) in zip(means.values(), travelling, strict=True)])
+        else:
+            # An interrupt came when the exchange had started, so this worker's own part is not known.
+            self._movement.restore()
 
     def _move_shared(self, means: dict[Tensor, Tensor]) -> None:
         """Move the shared parameters by the means of what all workers have sent, which become their steps."""

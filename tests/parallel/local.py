@@ -407,6 +407,17 @@ def an_exchange_that_raises_on_one_worker_is_given_up_by_all_when_it_arrives(pla
     what_travels_arrives_once(1, place)
 
 
+@scenario(*PAIR, TORCHRUN_2)
+def an_exchange_that_travels_arrives_after_an_interrupt() -> None:
+    parameters, move, local = make(sparse.TopK(0.05), every=1, overlap=1)
+    move(moves(0))
+    with _interrupt(Bucket, "sent_of_all", 1):
+        raised(KeyboardInterrupt, partial(move, moves(1))) if hvd.rank() == 1 else move(moves(1))
+    move(moves(2))
+    local.synchronize()
+    assert_identical(parameters.values())
+
+
 @scenario(MPI_2)
 def two_that_travel_in_a_process_set_are_refused() -> None:
     (_, move, local), (_, _, other) = (make(sparse.TopK(0.05), every=1, overlap=1) for _ in range(2))
