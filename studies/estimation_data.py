@@ -147,7 +147,7 @@ SYNTHETIC: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "one outlier": lambda rng, size: np.where(np.arange(size) == rng.integers(size), 1e6, rng.laplace(size=size)),
     MOSTLY_ZERO: lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
 }
-RECORDED = {
+RECORDED: dict[str, Callable[[int, int], Task]] = {
     "digits": _digits,
     "lstm": partial(_text, lambda: torch_lstm.CharLSTM(LSTM_WIDTH, LSTM_LAYERS), LSTM_CONTEXT, LSTM_RATE),
     "charlm": partial(_text, lambda: torch_charlm.CharLM(*CHARLM), CHARLM_CONTEXT, CHARLM_RATE),

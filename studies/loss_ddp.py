@@ -40,11 +40,12 @@ def shard(hook: str, model: Any, compression: str) -> nn.Module:
         hvd.register(model, compression, optimizer, replicate=mesh["replicate"])
         return optimizer
 
+    adapter: Any = hvd
     if not dense:
-        hvd.DistributedOptimizer = register
-    hvd.LocalUpdates = partial(hvd.LocalUpdates, group=mesh["replicate"])
+        adapter.DistributedOptimizer = register
+    adapter.LocalUpdates = partial(hvd.LocalUpdates, group=mesh["replicate"])
     # Horovod would take a shard for the whole.
-    hvd.broadcast_parameters = hvd.broadcast_optimizer_state = leave_alone
+    adapter.broadcast_parameters = adapter.broadcast_optimizer_state = leave_alone
     return model
 
 
