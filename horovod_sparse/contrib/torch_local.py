@@ -323,25 +323,30 @@ class LocalUpdates:
             "problem": str(problem),
             "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
         }
-        if pipeline is None or self._unchecked:
-            self._compare(mine, problem)()
+        # First in any case: a worker that has loaded a state waits for this before it starts anything else.
+        was_checked = pipeline is not None and not self._unchecked
+        check = partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem, was_checked)
+        if was_checked:
+            self._reducer.check_later(check)
         else:
-            # All messages travel together.
-            self._reducer.compare_later(partial(self._compare, mine, problem))
+            check()
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
         return self._reducer.grown(moved)
 
-    def _compare(self, mine: dict[str, str], problem: ValueError | None) -> Callable[[], None]:
-        """Tell the other workers, and return what raises on all if they differ."""
-        return partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem)
-
-    def _agree(self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None) -> None:
+    def _agree(
+        self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None, was_checked: bool
+    ) -> None:
         global _agreed, _newest
-        everyone = wait()
-        compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
-        if problem is not None:
-            raise problem
+        try:
+            everyone = wait()
+            compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
+            if problem is not None:
+                raise problem
+        except (RuntimeError, ValueError):
+            # No worker can end this exchange, so the shared parameters stay the same.
+            self._unchecked = not was_checked
+            raise
         if self._number is None:
             self._number = max(number for _, number in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
@@ -371,9 +376,9 @@ class LocalUpdates:
 class _Reducer(GroupReducer):
     _in_parameters = True
 
-    def compare_later(self, compare: Callable[[], Callable[[], None]]) -> None:
-        """Compare the workers beside the exchange that begins, before its results are used."""
-        self._step.compare = compare
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Call this before the results of the exchange that begins are used."""
+        self._step.check = check
 
     def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""

@@ -130,9 +130,6 @@ class GroupReducer(TensorReducer):
         if self.pipeline is None:
             self._agree([*self._step.gradients])
         super()._take_all()
-        # Last: Horovod carries out together what is started together.
-        if self._step.compare is not None and self._step.check is None:
-            self._step.check = self._step.compare()
 
     def _complete(self) -> None:
         self._take_all()
