@@ -206,9 +206,8 @@ def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
 
 
 def as_line(value: object) -> Tensor:
-    """Return a value as a line of JSON, in the type of messages with pairs, which Horovod can send together with it."""
-    line = json.dumps(value).encode("ascii")
-    return torch.frombuffer(bytearray(line + b" " * (-len(line) % 4 + 3) + b"\n"), dtype=torch.int32)
+    """Return a value as a line of JSON."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode("ascii") + b"\n"), dtype=torch.uint8)
 
 
 def from_lines(lines: Tensor) -> list[Any]:

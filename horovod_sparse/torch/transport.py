@@ -132,8 +132,8 @@ class GroupReducer(TensorReducer):
         super()._take_all()
 
     def _complete(self) -> None:
-        self._take_all()
         if self._step.check is not None:
+            self._take_all()
             self._step.check()
         super()._complete()
         self._step, pipeline = Step(), self.pipeline
