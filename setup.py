@@ -7,6 +7,9 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 
+REPOSITORY = "https://example.org/horovod_sparse"
+"""The owner of the repository replaces this address, here alone."""
+
 
 def find(pattern: str, file: str) -> str:
     """Return the one text that a line of a file has in place of the pattern's group."""
@@ -18,12 +21,12 @@ def find(pattern: str, file: str) -> str:
 
 def read_description() -> str:
     """Return the README with absolute links, or nothing where it was left out, as in a container that only installs."""
-    readme, address = here / "README.md", find('^Repository = "([^"]+)"$', "pyproject.toml")
+    readme = here / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     # Package indexes have neither the pages nor the pictures of the repository, nor what its host shows beside them.
-    text = text.replace("](../../", f"]({address}/")
-    text = re.sub(r"\]\((?=[\w/-]+\.png\))", f"]({address}/raw/main/", text)
-    return re.sub(r"\]\((?!https?://|#)", f"]({address}/blob/main/", text)
+    text = text.replace("](../../", f"]({REPOSITORY}/")
+    text = re.sub(r"\]\((?=[\w/-]+\.png\))", f"]({REPOSITORY}/raw/main/", text)
+    return re.sub(r"\]\((?!https?://|#)", f"]({REPOSITORY}/blob/main/", text)
 
 
 setup(
@@ -31,6 +34,12 @@ setup(
     version=find('^__version__ = "([^"]+)"$', "horovod_sparse/__init__.py"),
     long_description=read_description(),
     long_description_content_type="text/markdown",
+    project_urls={
+        "Repository": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
     package_data={"horovod_sparse": ["py.typed", "kernels/*.h"]},
     cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
