@@ -96,7 +96,7 @@ def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
 
 def draw(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network: str, picture: Path) -> None:
     """Held-out loss over the seconds of whole runs, mean of the seeds."""
-    figure = around.figure(6.5, 4.2)
+    figure = around.figure(6.5, 2.9)
     panel = figure.subplots()
     # Colour-blind people tell them apart.
     panel.set_prop_cycle(color=["#000000", "#e69f00", "#009e73", "#0072b2", "#d55e00"])
@@ -104,6 +104,7 @@ def draw(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network
         seconds, losses = (np.mean([getattr(one, what) for one in curves], axis=0) for what in ("seconds", "losses"))
         panel.plot(seconds, losses, linewidth=1.8, marker="o", markersize=3, label=name)
     panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
+    panel.annotate("target", (0, target), (4, -4), ("axes fraction", "data"), "offset points", va="top", fontsize=10)
     panel.set(xlabel="seconds of training", ylabel=task.unit)
     panel.set_title(f"{task.title}, {WORKERS} hosts at {network}", loc="left", fontsize=12)
     panel.grid(color="#e5e5e5", linewidth=0.8)
