@@ -1,9 +1,6 @@
 """How long a training takes over networks that are far and lossy: time to a held-out loss, from raw data in this folder.
 
-    python studies/networks.py train
-    sudo .venv/bin/python studies/networks.py link
-    python studies/networks.py tables > tables.md
-    python studies/networks.py draw
+    sudo .venv/bin/python studies/networks.py train link draw tables > tables.md
     sudo .venv/bin/python studies/networks.py link --suites "transformer, 4 hosts" --rows "DDP fp16" "SIDCo(0.01)"
 
 What is learned does not depend on the network. So `train` trains on local workers to the end, with 3 seeds and the best of the
@@ -263,7 +260,7 @@ def learned(name: str, suite: Suite, aim: str) -> str:
     return markdown.table([*header, f"steps to {aim}, each seed", "bytes sent per step and worker"], rows)
 
 
-def draw(_: argparse.Namespace) -> None:
+def draw() -> None:
     """Draw the time to the target over the networks for each model, and below the loss over the bytes of the first one."""
     figure = around.figure(7.5, 11)
     colours = dict(zip(SUITES["transformer"].rows, COLOURS, strict=True))
@@ -294,18 +291,19 @@ def draw(_: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("train", "link", "tables", "draw"))
+    parser.add_argument("what", nargs="+", choices=("train", "link", "draw", "tables"), help="in this order")
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=[*SUITES])
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="by default all of the suite")
     parser.add_argument("--output", type=Path, default=Path("networks-output"), help="folder of the runs' logs")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
     args = parser.parse_args()
-    if args.what == "draw":
-        return draw(args)
-    for name in args.suites:
-        suite = SUITES[name]
-        rows = {row: made for row, made in suite.rows.items() if row in (args.rows or suite.rows)}
-        {"train": train, "link": link, "tables": tables}[args.what](args, name, replace(suite, rows=rows))
+    for what in args.what:
+        for name in args.suites if what != "draw" else ():
+            suite = SUITES[name]
+            rows = {row: made for row, made in suite.rows.items() if row in (args.rows or suite.rows)}
+            {"train": train, "link": link, "tables": tables}[what](args, name, replace(suite, rows=rows))
+        if what == "draw":
+            draw()
 
 
 if __name__ == "__main__":
