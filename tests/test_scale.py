@@ -1,14 +1,8 @@
-"""The pages on a thousand workers and on far networks have the tables of the raw data, and their hosts the right workers."""
+"""The pages on a thousand workers and on far networks, and what others quote of them, are those of the raw data."""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from contextlib import nullcontext
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 from process import ROOT, python
@@ -60,38 +54,3 @@ def test_seconds_to_a_loss_are_those_of_the_raw_data(
     measured = {name: networks.seconds("transformer", row, there) for name, row in ROWS.items()}
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert sentence.format(**{name: networks.written(one) for name, one in measured.items()}) in text
-
-
-def test_each_suite_has_its_workers_on_its_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row runs on all hosts and workers of the suite, and is written down once."""
-    monkeypatch.syspath_prepend(str(ROOT / "studies"))
-    networks = import_module("networks")
-    epoch = {"step": 1, "seconds": 1.0, "bytes_per_step": 1.0, "bits_per_character": 1.0, "held_out_loss": 1.0}
-    log = "\n".join(json.dumps(line) for line in ({"event": "epoch", "epoch": 1, **epoch}, {"event": "end"}))
-    started: list[tuple[int, int]] = []
-
-    def run(where: Any, launcher: str, slots: int, command: list[str], *, rings: bool) -> int:
-        started.append((len(where.hosts), slots))
-        Path(command[-1]).write_text(log, encoding="utf-8")
-        return 0
-
-    def cluster(number: int, network: Any) -> Any:
-        return nullcontext(networks.hosts.Cluster(("host",) * number, tmp_path, ""))
-
-    monkeypatch.setattr(networks.hosts, "cluster", cluster)
-    monkeypatch.setattr(networks.hosts, "run", run)
-    monkeypatch.setattr(networks.loss_runs.runs.demo, "worker_environment", dict)
-    monkeypatch.setattr(networks, "DATA", tmp_path / "networks.jsonl")
-    expected = {
-        "transformer": (2, 1),
-        "CNN": (2, 1),
-        "transformer, 4 hosts": (4, 1),
-        "CNN, 4 hosts": (4, 1),
-        "HSDP": (2, 2),
-    }
-    assert networks.SUITES.keys() == expected.keys()
-    for name, suite in networks.SUITES.items():
-        started.clear()
-        networks.link(Namespace(output=tmp_path, timeout=1.0), name, replace(suite, networks=suite.networks[:1]))
-        assert started == [expected[name]] * len(suite.rows), name
-        assert [raw["row"] for raw in networks.known(suite=name)] == [*suite.rows], name

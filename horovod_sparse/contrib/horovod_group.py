@@ -27,6 +27,8 @@ class HorovodGroup(Group):
     the others, which may be further on: they wait for the first number that it has not started.
     """
 
+    recovers = True
+
     def __init__(self, process_set: Any) -> None:
         complete_global_set(process_sets, mpi_ops._basics)
         self.world: int = process_set.size()
@@ -40,9 +42,8 @@ class HorovodGroup(Group):
 
     def start(self, collective: Collective) -> Wait:
         number, kind = len(self._waits), collective.kind
-        # Horovod tells kinds apart as it does names.
-        name = f"{kind}.{number}"
-        self._waits.append(self._collectives.start(kind, collective.message.contiguous(), name, collective.to))
+        message, name = collective.message.contiguous(), f"{kind}.{number}"
+        self._waits.append(self._collectives.start(kind, message, name, collective.to))
 
         def result() -> Tensor:
             while len(self._results) <= number:
@@ -58,13 +59,11 @@ class HorovodGroup(Group):
 
     @contextmanager
     def together(self, *, goes_on: bool = False) -> Iterator[None]:
-        """A block that all ranks enter. If it raises on one of them, it raises on all that still wait for its collectives.
-
-        If it `goes_on`, the next block belongs to it. No other group of the process set may begin one before.
+        """A block that all ranks enter. Call `give_up` if it raises. If it `goes_on`, the next block belongs to it.
 
         Raises:
             RuntimeError: on every rank, if some have left a block by an exception and others have not, or if the block of
-                another group goes on, whose collectives have the same names.
+                another group of the process set goes on, whose collectives have the same names.
         """
         collectives = self._collectives
         if collectives.group not in (None, self):
@@ -73,15 +72,17 @@ class HorovodGroup(Group):
                 "the other travels; pass group=hvd.add_process_set(...), or call synchronize() of the other one first"
             )
         collectives.clear_up()
-        try:
-            yield
-            collectives.group = self if goes_on else None
-            if not goes_on:
-                collectives.end_step()
-        except BaseException:
-            collectives.group = None
-            collectives.give_up({f"{kind}.{len(self._waits)}": kind for kind in get_args(Kind)})
-            raise
-        finally:
-            if collectives.group is None:
-                self._waits, self._results = [], []
+        collectives.group = self
+        yield
+        if not goes_on:
+            collectives.end_step()
+            self._end()
+
+    def give_up(self) -> None:
+        if self._collectives.group is self:
+            self._collectives.give_up({f"{kind}.{len(self._waits)}": kind for kind in get_args(Kind)})
+            self._end()
+
+    def _end(self) -> None:
+        self._waits, self._results = [], []
+        self._collectives.group = None

@@ -215,13 +215,10 @@ class LocalUpdates:
     def count_step(self) -> None:
         """Count a step that the optimizer has made, or a `GradScaler` has left out. Exchange after every `every`-th."""
         self._steps += 1
-        if self._steps == self.outer.overlap:
-            self._arrive()
-        if self._steps >= self.outer.every:
-            if self.outer.overlap:
-                self._depart()
-            else:
-                self.synchronize()
+        begin = (self._depart if self.outer.overlap else self.synchronize) if self._steps >= self.outer.every else None
+        # Not in this step only: an interrupt may have left it out.
+        if self._steps >= self.outer.overlap:
+            self._arrive(begin)
 
     @uncompiled
     @torch.no_grad()
@@ -238,30 +235,43 @@ class LocalUpdates:
         """
         # Not later: also if this exchange fails, all workers count from here.
         self._steps = 0
-        self._arrive()
-        try:
-            means = self._reducer.reduce_all(self._drifts)
-        except FloatingPointError:
-            self._movement.restore()
-            raise
-        self._move_shared(means)
-        self._movement.restore()
+        self._arrive(self._exchange)
+
+    def _exchange(self) -> None:
+        self._reducer.start_all(self._drifts)
+        self._finish()
 
     @uncompiled
     @torch.no_grad()
     def _depart(self) -> None:
         """Start an exchange, and go on without the others' part of it."""
-        self._steps = 0
+        # After an interrupt it is late, and the next is not.
+        self._steps -= self.outer.every
         growth, rate = self._reducer.lengths.factor(self._transport.world), self.outer.outer_lr
         moved = self._reducer.start_all(self._drifts)
         sent, part = self._reducer.sent(moved), 1.0 if rate == "auto" else rate
-        self._travelling = [(one / growth, sent[parameter] * (part / growth)) for parameter, one in moved.items()]
+        travelling = [(one / growth, sent[parameter] * (part / growth)) for parameter, one in moved.items()]
         self._movement.restore()
-        self._movement.go_on([own for _, own in self._travelling])
+        self._movement.go_on([own for _, own in travelling])
+        # Not before the parameters are there: `_arrive` goes on from them.
+        self._travelling = travelling
 
     @uncompiled
     @torch.no_grad()
-    def _arrive(self) -> None:
+    def _arrive(self, then: Callable[[], None] | None) -> None:
+        """Do as `_finish`, and `then` begin another exchange. If only some workers raise, the others begin it."""
+        try:
+            self._finish()
+        except FloatingPointError:
+            raise
+        except BaseException:
+            if then is not None and not self._reducer.in_flight:
+                then()
+            raise
+        if then is not None:
+            then()
+
+    def _finish(self) -> None:
         """Wait for the exchange that travels, if there is one. The mean replaces this worker's own part."""
         if not self._reducer.in_flight:
             return
@@ -275,7 +285,8 @@ class LocalUpdates:
             raise
         except BaseException:
             # It is as if there had been no exchange.
-            self._movement.go_on([moved - own for moved, own in travelling])
+            if travelling:
+                self._movement.go_on([moved - own for moved, own in travelling])
             raise
         self._move_shared(means)
         if travelling:
@@ -283,6 +294,8 @@ class LocalUpdates:
         else:
             # An interrupt came when the exchange had started, so this worker's own part is not known.
             self._movement.restore()
+        # Last: after an interrupt the workers compare.
+        self._unchecked = False
 
     def _move_shared(self, means: dict[Tensor, Tensor]) -> None:
         """Move the shared parameters by the means of what all workers have sent, which become their steps."""
@@ -291,7 +304,6 @@ class LocalUpdates:
         self._movement.move([means[parameter] for parameter in self._movement.parameters])
         if self._reducer.pipeline is not None:
             self._reducer.pipeline.decay(self.outer.residual_decay)
-        self._unchecked = False
 
     def _drifts(self) -> dict[Tensor, Tensor]:
         """Return how far the parameters have moved, and ask the other workers whether they agree."""
@@ -327,9 +339,10 @@ class LocalUpdates:
         was_checked = pipeline is not None and not self._unchecked
 
         def ask() -> Callable[[], None]:
+            wait = self._transport.ask([mine, _agreed])
             # If this worker alone fails from here on, the others' shared parameters will be others.
             self._unchecked = True
-            return partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem, was_checked)
+            return partial(self._agree, mine, wait, problem, was_checked)
 
         if was_checked:
             self._reducer.check_beside(ask)
@@ -343,13 +356,19 @@ class LocalUpdates:
         global _agreed, _newest
         try:
             everyone = wait()
-            compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
-            if problem is not None:
-                raise problem
-        except (RuntimeError, ValueError):
+        except RuntimeError:
             # No worker can end this exchange, so the shared parameters stay the same.
             self._unchecked = not was_checked
             raise
+        try:
+            compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
+        except ValueError as error:
+            problem = problem or error
+        for shards in self._reducer.shards:
+            told = "".join(shards.everyone(str(problem or "")))
+            problem = problem or (ValueError(f"in another shard: {told}") if told else None)
+        if problem is not None:
+            raise problem
         if self._number is None:
             self._number = max(number for _, number in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
@@ -369,10 +388,10 @@ class LocalUpdates:
         """
         check_parts(state, {"shared": self._shared, "momentum": self._momentum})
         self.compression.load_state_dict(state["compression"])
+        self._unchecked = True
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, array in mine.items():
                 array[...] = state[part][name]
-        self._unchecked = True
         self._steps = int(state["steps"])
 
 

@@ -36,6 +36,9 @@ class Group:
         ValueError: there is no process group, or this rank is not in it.
     """
 
+    recovers = False
+    """Whether ranks can go on after one of them has raised, or after messages that did not fit together."""
+
     def __init__(self, group: Any, device: torch.device) -> None:
         if not dist.is_initialized():
             raise ValueError("there is no process group; call torch.distributed.init_process_group first")
@@ -45,7 +48,7 @@ class Group:
             raise ValueError(f"rank {self.rank} is not in the process group {group}; use a group that this rank is in")
         self.world: int = dist.get_world_size(group)
         self.group = group
-        self._device = device
+        self.device = device
 
     def start(self, collective: Collective) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce is in place."""
@@ -80,7 +83,7 @@ class Group:
 
     def _ask(self, line: bytes, room: int) -> Callable[[], list[bytes]]:
         part = torch.frombuffer(bytearray(line[:room].ljust(room, b"\0")), dtype=torch.uint8)
-        wait = self.start(Collective("allgather", part.to(self._device)))
+        wait = self.start(Collective("allgather", part.to(self.device)))
 
         def result() -> list[bytes]:
             lines = [one.numpy().tobytes().rstrip(b"\0") for one in wait().view(self.world, room).cpu()]
@@ -93,8 +96,8 @@ class Group:
         return result
 
     def together(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
-        """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end.
-
-        If it `goes_on`, the next block waits for what was started in this one.
-        """
+        """Return a block that all ranks enter. If it `goes_on`, the next block waits for what was started in this one."""
         return nullcontext()
+
+    def give_up(self) -> None:
+        """Tell the other ranks that this one has left a block by an exception; it must end if it cannot tell them."""

@@ -40,7 +40,7 @@ class Step:
     ask: Callable[[], Callable[[], None]] | None = None
     """Starts what a group's ranks compare beside the exchange, and returns `check`."""
     check: Callable[[], None] | None = None
-    """Waits for that, and raises on all ranks if they differ."""
+    """Waits for that, and raises on all ranks if they differ. None where the entries wait for it."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if none grows."""

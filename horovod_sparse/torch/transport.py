@@ -49,18 +49,11 @@ class GroupReducer(TensorReducer):
 
     def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
         """Replace all gradients, which `prepare` returns, by their means over the ranks. All ranks call this together."""
-        with self._together():
-            gradients = prepare()
-            if not self.active:
-                return gradients
-            self._step.gradients.update(gradients)
-            self._complete()
-        assert self.pipeline is not None
-        self.pipeline.end_step()
-        return gradients
+        self.start_all(prepare)
+        return self.finish_all()
 
     def start_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-        """Start what `reduce_all` does, and return the gradients, which are as they were until `finish_all`."""
+        """Start to reduce what `prepare` returns, and return it; it is as it was until `finish_all`."""
         with self._together(goes_on=True):
             gradients = prepare()
             self._step.gradients.update(gradients)
@@ -87,6 +80,7 @@ class GroupReducer(TensorReducer):
             with self._transport.together(goes_on=goes_on):
                 yield
         except BaseException:
+            self._transport.give_up()
             self._give_up_reduction()
             raise
 
@@ -115,8 +109,13 @@ class GroupReducer(TensorReducer):
     def _ask(self) -> None:
         """Start what the ranks compare, if it has not been: just before the entries, so that one round trip agrees on both."""
         ask, self._step.ask = self._step.ask, None
-        if ask is not None:
-            self._step.check = ask()
+        if ask is None:
+            return
+        check = ask()
+        if self._transport.recovers:
+            self._step.check = check
+        else:
+            check()
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
@@ -140,17 +139,15 @@ class GroupReducer(TensorReducer):
         self._ask()
 
     def _complete(self) -> None:
-        step = self._step
-        if step.ask is not None or step.check is not None:
-            self._take_all()
-        if step.check is not None:
-            step.check()
+        self._take_all()
+        if self._step.check is not None:
+            self._step.check()
         super()._complete()
         self._step = Step()
 
     def _fail_together(self, pipeline: Pipeline) -> None:
         if self.shards:
-            failed = torch.tensor([int(pipeline.fails)], device=next(iter(self._routes.names)).device)
+            failed = torch.tensor([int(pipeline.fails)], device=self.shards[0].device)
             for shards in self.shards:
                 failed = shards.start(Collective("allreduce", failed))()
             if failed.item() and not pipeline.fails:

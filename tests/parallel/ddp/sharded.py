@@ -443,6 +443,30 @@ def what_is_not_finite_in_one_shard_raises_on_all_ranks(step: Callable[[Any], An
     assert_same_shards(model, mesh)
 
 
+@scenario(TORCHRUN_4, cases={"two": (2,), "one": (1,)})
+def workers_whose_values_differ_in_one_shard_raise_on_all_ranks(rows: int) -> None:
+    """Also where a rank has no entries."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2)
+    model = shard(nn.Linear(40, rows), mesh["shard"])
+    arguments: dict[str, Any] = {"every": 1, "group": mesh["replicate"]}
+    local = LocalUpdates(adamw(model), model, TopK(0.1, warmup=None, min_numel=0), **arguments)
+
+    def step() -> None:
+        local.zero_grad()
+        model(torch.ones(8, 40)).square().mean().backward()
+        local.step()
+
+    step()
+    state = local.state_dict()
+    changed = {name: one + (hvd.rank() == 2) for name, one in state["shared"].items()}
+    local.load_state_dict(state | {"shared": changed})
+    assert ("in another shard" in raised(ValueError, step)) == (hvd.rank() % 2 == 1)
+    local.load_state_dict(state)
+    step()
+    assert_same_shards(model, mesh)
+
+
 @scenario(TORCHRUN_4)
 def what_does_not_fit_is_refused_by_name() -> None:
     mesh, compression = mesh_of(2), TopK(0.05)
