@@ -337,17 +337,13 @@ class LocalUpdates:
         }
         # First in any case: a worker that has loaded a state waits for this before it starts anything else.
         was_checked = pipeline is not None and not self._unchecked
-
-        def ask() -> Callable[[], None]:
-            wait = self._transport.ask([mine, _agreed])
-            # If this worker alone fails from here on, the others' shared parameters will be others.
-            self._unchecked = True
-            return partial(self._agree, mine, wait, problem, was_checked)
-
-        if was_checked:
-            self._reducer.check_beside(ask)
+        check = partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem, was_checked)
+        # If this worker alone fails from here on, the others' shared parameters will be others.
+        self._unchecked = True
+        if was_checked and self._transport.recovers:
+            self._reducer.check_later(check)
         else:
-            ask()()
+            check()
         return self._reducer.grown(moved)
 
     def _agree(
@@ -398,9 +394,9 @@ class LocalUpdates:
 class _Reducer(GroupReducer):
     _in_parameters = True
 
-    def check_beside(self, ask: Callable[[], Callable[[], None]]) -> None:
-        """Compare beside the exchange that begins, and before its results are used."""
-        self._step.ask = ask
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Call this before the results of the exchange that begins are used."""
+        self._step.check = check
 
     def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""

@@ -37,10 +37,8 @@ class Step:
     """DDP's buckets, and what tells DDP that each is reduced."""
     numbers: Wait | None = None
     """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
-    ask: Callable[[], Callable[[], None]] | None = None
-    """Starts what a group's ranks compare beside the exchange, and returns `check`."""
     check: Callable[[], None] | None = None
-    """Waits for that, and raises on all ranks if they differ. None where the entries wait for it."""
+    """Raises on all of a group's ranks if they differ. It waits for messages that travel beside those of the exchange."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if none grows."""

@@ -99,23 +99,11 @@ class GroupReducer(TensorReducer):
         return True
 
     def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
-        self._ask()
         numbers, self._step.numbers = self._step.numbers, None
         if numbers is not None:
             # Before the first exchange of a step: if the ranks are in different steps, all raise.
             check_steps(numbers().tolist(), self._transport.rank)
         return self._transport.start(collective)
-
-    def _ask(self) -> None:
-        """Start what the ranks compare, if it has not been: just before the entries, so that one round trip agrees on both."""
-        ask, self._step.ask = self._step.ask, None
-        if ask is None:
-            return
-        check = ask()
-        if self._transport.recovers:
-            self._step.check = check
-        else:
-            check()
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
@@ -136,7 +124,6 @@ class GroupReducer(TensorReducer):
         if self.pipeline is None:
             self._agree([*self._step.gradients])
         super()._take_all()
-        self._ask()
 
     def _complete(self) -> None:
         self._take_all()
