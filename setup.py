@@ -25,7 +25,7 @@ def read_description() -> str:
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     # Package indexes have neither the pages nor the pictures of the repository, nor what its host shows beside them.
     text = text.replace("](../../", f"]({REPOSITORY}/")
-    text = re.sub(r"\]\((?=[\w/-]+\.png\))", f"]({REPOSITORY}/raw/main/", text)
+    text = text.replace('src="docs/', f'src="{REPOSITORY}/raw/main/docs/')
     return re.sub(r"\]\((?!https?://|#)", f"]({REPOSITORY}/blob/main/", text)
 
 

@@ -11,7 +11,7 @@ NOT_RUN = "Not run here"
 """The line above a block begins with this, for the reader to see, where its code cannot be run by `quickstart` or the tests."""
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"""(?:!?\[[^\]]*\]\(|<img src=")([^)\s"]+)""")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 

@@ -83,7 +83,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_links_of_the_description_on_package_indexes_are_absolute() -> None:
     done = python("setup.py", "--long-description", cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    targets = re.findall(r"\]\(([^)\s]+)\)", done.stdout)
+    targets = re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", done.stdout)
     assert len(targets) > 20
     assert [target for target in targets if not target.startswith("https://") or "/../" in target] == []
     (badge,) = (target for target in targets if target.endswith("badge.svg"))

@@ -26,31 +26,29 @@ ROWS = {
     "local": "LocalUpdates, TopK(0.03), packed, every 15",
     "sidco": "SIDCo(0.01)",
 }
-FAR = "100mbit, 20 ms, 0 % loss"
 SECONDS = [
-    ("README.md", FAR, "reaches a loss in {local} s, DiLoCo in {diloco} s, DDP's float16 in {fp16} s"),
-    (
-        "docs/decide.md",
-        "10gbit",
-        "fp32 {fp32}, `SIDCo(0.01)` {sidco}, fp16 {fp16}; `LocalUpdates` {local}, DiLoCo {diloco}",
-    ),
-    ("docs/decide.md", "1gbit", "{local} and {sidco}; DiLoCo {diloco}, PowerSGD {power}, fp16 {fp16}"),
-    ("docs/decide.md", FAR, "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, fp16 {fp16}, PowerSGD {power}"),
-    (
-        "docs/decide.md",
-        "10mbit, 20 ms, 0 % loss",
-        "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, PowerSGD {power}, fp16 {fp16}",
-    ),
+    ("README", "transformer", 2, "reaches a loss in {local} s, DiLoCo in {diloco} s, DDP's float16 in {fp16} s"),
+    ("docs/decide", "transformer", 0, "fp32 {fp32}, `SIDCo(0.01)` {sidco}, fp16 {fp16}; `LocalUpdates` {local}"),
+    ("docs/decide", "transformer", 1, "{local} and {sidco}; DiLoCo {diloco}, PowerSGD {power}, fp16 {fp16}"),
+    ("docs/decide", "transformer", 2, "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, fp16 {fp16}"),
+    ("docs/decide", "transformer", 4, "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, PowerSGD {power}"),
+    ("docs/decide", "transformer, 4 hosts", 0, "{fp16} and {sidco}; fp32 {fp32}, PowerSGD {power}"),
+    ("docs/decide", "transformer, 4 hosts", 1, "{fp16}; `SIDCo(0.01)` {sidco}, fp32 {fp32}, PowerSGD {power}"),
 ]
+"""What pages say of a suite in one of its networks."""
 
 
-@pytest.mark.parametrize(("page", "network", "sentence"), SECONDS)
+@pytest.mark.parametrize(("page", "name", "place", "sentence"), SECONDS)
 def test_seconds_to_a_loss_are_those_of_the_raw_data(
-    page: str, network: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    page: str, name: str, place: int, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "studies"))
     networks = import_module("networks")
-    there = {str(one): one for one in networks.NETWORKS}[network]
-    measured = {name: networks.seconds("transformer", row, there) for name, row in ROWS.items()}
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    assert sentence.format(**{name: networks.written(one) for name, one in measured.items()}) in text
+    suite = networks.SUITES[name]
+    seconds = {
+        key: networks.written(networks.seconds(name, row, suite.networks[place]))
+        for key, row in ROWS.items()
+        if row in suite.rows and networks.known(suite=name, row=row)
+    }
+    text = " ".join((ROOT / f"{page}.md").read_text(encoding="utf-8").split())
+    assert sentence.format(**seconds) in text
