@@ -238,6 +238,7 @@ class LocalUpdates:
         self._arrive(self._exchange)
 
     def _exchange(self) -> None:
+        """Start an exchange, and wait for it."""
         self._reducer.start_all(self._drifts)
         self._finish()
 
@@ -292,7 +293,7 @@ class LocalUpdates:
         if travelling:
             self._movement.go_on([mean - own for mean, (_, own) in zip(means.values(), travelling, strict=True)])
         else:
-            # An interrupt came when the exchange had started, so this worker's own part is not known.
+            # No step was made meanwhile; or an interrupt came after the start, so that this worker's own part is not known.
             self._movement.restore()
         # Last: after an interrupt the workers compare.
         self._unchecked = False
