@@ -238,7 +238,6 @@ class LocalUpdates:
         self._arrive(self._exchange)
 
     def _exchange(self) -> None:
-        """Start an exchange, and wait for it."""
         self._reducer.start_all(self._drifts)
         self._finish()
 
@@ -320,9 +319,7 @@ class LocalUpdates:
         if self._number is None:
             # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
-        growing = "growing" if self._reducer.lengths.grow else "as they are"
         pipeline = self._reducer.pipeline
-        self._reducer.compared = pipeline is not None
         drifts = [torch.empty_like(one) for one in self._movement.copies]
         self._movement.write(drifts)
         for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
@@ -330,15 +327,16 @@ class LocalUpdates:
                 drift.zero_()
         moved = dict(zip(self._movement.parameters, drifts, strict=True))
         mine = {
-            "local updates": f"{number}, {self.outer}, {growing}",
+            "local updates": f"{number}, {self.outer}, grows={self._reducer.lengths.grow}",
             # All workers say so whenever one has loaded a state, so that nobody waits.
             "shared parameters": digest(self._shared) if self._unchecked else "as they were",
             "problem": str(problem),
-            "step": str([bucket.state.step for bucket in pipeline.buckets[:1]] if pipeline else []),
+            "step": str(self._reducer.exchanges),
         }
         # First in any case: a worker that has loaded a state waits for this before it starts anything else.
         was_checked = pipeline is not None and not self._unchecked
-        check = partial(self._agree, mine, self._transport.ask([mine, _agreed]), problem, was_checked)
+        wait = self._transport.ask([mine, _agreed, pipeline is not None])
+        check = partial(self._agree, mine, wait, problem, was_checked)
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
         if was_checked and self._transport.recovers:
@@ -358,7 +356,7 @@ class LocalUpdates:
             self._unchecked = not was_checked
             raise
         try:
-            compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
+            compare(mine, [theirs for theirs, *_ in everyone], self._transport.rank)
         except ValueError as error:
             problem = problem or error
         for shards in self._reducer.shards:
@@ -366,8 +364,10 @@ class LocalUpdates:
             problem = problem or (ValueError(f"in another shard: {told}") if told else None)
         if problem is not None:
             raise problem
+        # A worker may have failed while it made its buckets.
+        self._reducer.agrees = self._reducer.pipeline is not None and not all(agreed for *_, agreed in everyone)
         if self._number is None:
-            self._number = max(number for _, number in everyone)
+            self._number = max(number for _, number, _ in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
 
     def state_dict(self) -> dict[str, Any]:
@@ -394,6 +394,14 @@ class LocalUpdates:
 
 class _Reducer(GroupReducer):
     _in_parameters = True
+    compared = True
+
+    @property
+    def exchanges(self) -> int:
+        """The number of those that buckets have made, also in a state that was loaded before the first."""
+        if self.pipeline is not None:
+            return max((bucket.state.step for bucket in self.pipeline.buckets), default=0)
+        return max((one["step"] for one in (self.deferred or {"adaptive": {}})["adaptive"].values()), default=0)
 
     def check_later(self, check: Callable[[], None]) -> None:
         """Call this before the results of the exchange that begins are used."""

@@ -224,10 +224,14 @@ class TensorReducer(Store):
             if self.momentum is not None:
                 pipeline.intake.momentum = self.momentum.of
         self._add_buckets(new, sparse, pipeline)
-        is_first, self.pipeline = self.pipeline is None, pipeline
-        if self.deferred is not None:
-            super().load_compression_state(self.deferred)
-        if is_first:
+        before, self.pipeline = self.pipeline, pipeline
+        try:
+            if self.deferred is not None:
+                super().load_compression_state(self.deferred)
+        except BaseException:
+            self.pipeline = before
+            raise
+        if before is None:
             log_start(pipeline, kernels.variant(), self.updates)
 
     def _add_buckets(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.agreement import check_steps, compare
+from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.exchange.protocols import Collective
@@ -31,8 +31,10 @@ class GroupReducer(TensorReducer):
 
     shards: Sequence[Group] = ()
     """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
+    agrees = False
+    """Whether another rank has still to agree, and this one takes part, though it has."""
     compared = False
-    """Whether the ranks have compared the number of the step that begins."""
+    """Whether the ranks have compared the number of a step before it begins."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class GroupReducer(TensorReducer):
         super()._begin_step()
 
     def _take_all(self) -> None:
-        if self.pipeline is None:
+        if self.pipeline is None or self.agrees:
             self._agree([*self._step.gradients])
         super()._take_all()
 
@@ -150,6 +152,11 @@ class GroupReducer(TensorReducer):
         mine = self._describe(new)
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
+        if self.agrees:
+            agree_on_states(lambda: None, group.everyone, group.rank)
+            self.compressor.exchange.hosts(group.world, group.everyone)
+            self.agrees = False
+            return
         self._extend(new, (), group.everyone, position=group.position, rank=group.rank, averages=self._averages)
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:

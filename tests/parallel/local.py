@@ -26,6 +26,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import transport
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.movement import Movement
+from horovod_sparse.torch.store import TensorReducer
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
 from .ddp.common import Exact
@@ -372,6 +373,8 @@ def _interrupt(owner: Any, name: str, call: int) -> Any:
 
 PLACES: dict[str, tuple[Any, str, int]] = {
     "first": (transport, "check_real", 1),
+    "buckets": (TensorReducer, "_add_buckets", 1),
+    "loads": (Pipeline, "load_state_dict", 1),
     "begins": (Pipeline, "start_step", 1),
     "asks": ("horovod_sparse.contrib.horovod_group", "as_line", 1),
     "one-started": (Bucket, "begin", 2),
@@ -391,7 +394,7 @@ STARTED = (Bucket, "sent_of_all"), (Movement, "restore"), (Movement, "go_on")
     cases={
         f"{exchange.title}-{place}": (exchange, place)
         for exchange, places in (
-            (sparse.Pairs(), ("first", "begins", "asks", "one-started")),
+            (sparse.Pairs(), ("first", "buckets", "loads", "begins", "asks", "one-started")),
             (sparse.Balanced(), ("first", "begins", "one-started", "one-complete")),
         )
         for place in places
@@ -404,10 +407,13 @@ def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exch
     (mine, move, local), (calm, move_calmly, undisturbed) = (
         make(sparse.TopK(0.05, granularity=4000, exchange=exchange, warmup=None), every=100) for _ in range(2)
     )
+    if place == "loads":
+        undisturbed.synchronize()
+        local.compression.load_state_dict(undisturbed.compression.state_dict())
     for step in range(4):
         move(moves(step))
         move_calmly(moves(step))
-        if step == (0 if place in ("first", "begins") else 2):
+        if step == (0 if place in ("first", "buckets", "loads", "begins") else 2):
             with _interrupt(*PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
             assert hvd.rank() == 1 or "another rank has given up a step" in text, text
