@@ -124,7 +124,7 @@ class BoundCompressor(Compressor):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
-        return {name: value for name, value in vars(self).items() if name != "_store"}
+        return {name: value for name, value in vars(self).items() if name not in ("_store", "_moved")}
 
 
 def check_kind(compression: object, kind: type, module: str, *, stock: bool = True) -> None:

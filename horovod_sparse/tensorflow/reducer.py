@@ -264,6 +264,7 @@ class Reducer(Store):
         """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
         if self.deferred is None:
             return None
+        self.check_unit(self.deferred)
         shapes = {slot.name: slot.shape for layout in layouts for slot in layout.slots}
         residuals, velocities = kept_shapes(shapes, self.compressor)
         deferred = renamed(self.deferred, {**residuals, **velocities})

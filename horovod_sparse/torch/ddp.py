@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from horovod_sparse.core.agreement import check_optimizer, exchanges_updates, warn_unseen
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.parameters import is_sharded
 from horovod_sparse.torch.transport import GroupReducer
 
 Future = torch.futures.Future
@@ -57,18 +58,25 @@ def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..
 
 def check_fit(
     compression: TorchCompressor, optimizer: torch.optim.Optimizer | None, names: Mapping[Tensor, str]
-) -> tuple[bool, list[str]]:
-    """Raise if they do not fit together. Return whether updates are exchanged, and the parameters that no optimizer moves."""
+) -> tuple[bool, bool]:
+    """Raise if they do not fit together. Return whether updates are exchanged, and whether the optimizer moves all of them."""
     compression.check_free()
     if optimizer is not None:
         groups = optimizer.param_groups
+        # What a `ZeroRedundancyOptimizer` moves comes from other ranks.
+        updates = not isinstance(optimizer, Joinable) and exchanges_updates(compression, groups)
+        if not updates:
+            check_optimizer(compression, type(optimizer).__name__, groups)
         moved = {parameter for group in groups for parameter in group["params"]}
         absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
-        # What a `ZeroRedundancyOptimizer` moves comes from other ranks.
-        if not isinstance(optimizer, Joinable) and exchanges_updates(compression, groups):
-            return True, absent
-        check_optimizer(compression, type(optimizer).__name__, groups)
-        return False, absent
+        others = len(moved.difference(names)) if updates else 0
+        if others or (absent and (compression.in_updates or updates or any(map(is_sharded, names)))):
+            raise ValueError(
+                "optimizer must have all parameters of the model with lr_in_residual=True and with fully_shard, which replaces "
+                "them, and no others where updates are exchanged (updates=False exchanges gradients), got none of "
+                f"{absent}, and {others} others"
+            )
+        return updates, not absent
     for needs, why in (
         (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
         (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
@@ -77,7 +85,7 @@ def check_fit(
     ):
         if needs:
             raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")
-    return False, []
+    return False, False
 
 
 class DDPReducer(GroupReducer):
@@ -118,7 +126,7 @@ class DDPReducer(GroupReducer):
         super().scale_with(scaler)
         if self.detached is not None:
             # The scaler changes gradients, and nothing tells whether anybody else does so.
-            self.detached.stop()
+            self.detached.stop("a scaler changes them")
 
     # --- DDP's buckets ---
 

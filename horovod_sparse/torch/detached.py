@@ -46,7 +46,7 @@ class Detached:
             if not self._parameters.isdisjoint(other._parameters):
                 # What waits there will never be sent, now that another one serves these parameters.
                 other.restore()
-                other.stop()
+                other.stop("a newer optimizer has these parameters")
         _living.add(self)
         self._not_found = {*self._parameters}
         self._known = WeakSet[nn.Module]()
@@ -66,6 +66,7 @@ class Detached:
         self._not_found -= found
         # Before that of `fully_shard`, which gathers parameters.
         module.register_forward_pre_hook(_Hook(self, Detached._enter), prepend=True)
+        module.register_forward_hook(_Hook(self, Detached._leave), always_call=True)
         # PyTorch has no types for this method.
         parts: Iterable[Any] = module.modules()
         for part in parts:
@@ -80,8 +81,23 @@ class Detached:
         """Move the parameters before a forward pass in training, and restore them before any other."""
         if not (module.training and torch.is_grad_enabled()):
             self.restore()
-        elif self._coefficient and not self._moved:
+            return
+        if self._written():
+            # An interrupted pass has left them moved, and a state was loaded since.
+            self.restore()
+        if self._coefficient and not self._moved:
             self._move()
+
+    @uncompiled
+    def _leave(self, module: nn.Module) -> None:
+        """Stop if the model itself has written to its parameters while they were moved: that is nothing to keep."""
+        for parameter in self._written():
+            self._moved[parameter] = self._moved[parameter][0], parameter._version
+            self.stop("the model writes to its parameters in its forward pass")
+
+    def _written(self) -> list[Tensor]:
+        """Return the parameters that somebody has written to since they were moved."""
+        return [parameter for parameter, (_, version) in self._moved.items() if parameter._version != version]
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -121,8 +137,10 @@ class Detached:
             # A device is not waited for: there, only the version shows a change.
             self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else handed._replace(sample=b"")}
 
-    def stop(self) -> None:
+    def stop(self, why: str) -> None:
         """Never move parameters again."""
+        if self._coefficient:
+            _log.info("detached error feedback is off, because %s", why)
         self._coefficient = 0.0
 
     def check(self, *_: object) -> None:
@@ -131,11 +149,7 @@ class Detached:
         self.restore()
         reduced, self._reduced = self._reduced, {}
         if self._coefficient and first_changed(reduced) is not None:
-            self.stop()
-            _log.info(
-                "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "
-                "pass clip=... to the compressor"
-            )
+            self.stop("gradients were changed after they had been reduced. To clip, pass clip=... to the compressor")
 
 
 def _is_replaced(parameter: Tensor) -> bool:

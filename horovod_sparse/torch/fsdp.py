@@ -163,12 +163,7 @@ def register_sharded(
             "register(model, compression, optimizer, replicate=mesh['replicate'])"
         )
     check_memory({local_part(parameter): name for parameter, name in names.items()})
-    updates, absent = check_fit(compression, optimizer, names)
-    if absent:
-        raise ValueError(
-            f"optimizer must have all parameters of the model that require gradients, got none of {absent}; make it after "
-            "fully_shard, which replaces the parameters"
-        )
+    updates, _ = check_fit(compression, optimizer, names)
     reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
     if not reducer.active:
         return

@@ -92,13 +92,8 @@ def register(
             f"replicate must be left out with DistributedDataParallel, whose process group has all replicas, got {replicate!r}"
         )
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    updates, absent = check_fit(compression, optimizer, names)
+    updates, moves = check_fit(compression, optimizer, names)
     check_memory(names)
-    if absent and (compression.in_updates or updates):
-        raise ValueError(
-            f"optimizer must have all parameters of the model with lr_in_residual=True, and where updates are exchanged "
-            f"(updates=False exchanges gradients), got none of {absent}"
-        )
     group = Group(model.process_group, next(iter(names)).device)
     try:
         model.register_comm_hook(compression, comm_hook)
@@ -110,7 +105,7 @@ def register(
     reducer = DDPReducer(compression, group, names, optimizer)
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
     if optimizer is not None:
-        reducer.serve(optimizer.step, names, updates=updates, moves=not absent)
+        reducer.serve(optimizer.step, names, updates=updates, moves=moves)
         if reducer.updates is not None or reducer.momentum is not None:
             replace_step(optimizer, reducer.step)
 

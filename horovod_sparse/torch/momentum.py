@@ -32,7 +32,9 @@ def moved_momentum(
     group = next((group for group in optimizer.param_groups if group.get("momentum")), None)
     if compressor.momentum != "auto" or group is None:
         return None
-    if not compressor.residual or not is_sgd(step):
+    # Those that are in no model here would have no momentum at all.
+    others = any(parameter not in names for one in optimizer.param_groups for parameter in one["params"])
+    if others or not compressor.residual or not is_sgd(step):
         compressor.move_momentum(0.0, nesterov=False)
         return None
     compressor.move_momentum(group["momentum"], group["nesterov"])

@@ -117,12 +117,20 @@ class Updates:
                 self._copies[parameter] = part.detach().clone()
         movement = Movement(parts, [self._copies[parameter] for parameter in self._trained])
         _copy(movement.copies, parts)
+        self._look()
+        return movement
+
+    def checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that also takes away gradients that are not finite."""
+        return lambda: (closure(), self._look())[0]
+
+    @torch.no_grad()
+    def _look(self) -> None:
         self._not_finite = {}
         gradients = {one: local_part(one.grad) for one in self._trained if one.grad is not None}
         if self._unscaled([*gradients.values()]) and not are_finite([*gradients.values()]):
             self._not_finite = gradients
             self._drop_gradients()
-        return movement
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> bool:
         """Do what a `GradScaler` leaves to the optimizer. Return False if the step is left out on this worker."""

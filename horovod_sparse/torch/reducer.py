@@ -217,6 +217,14 @@ class Reducer(TensorReducer):
         self._restore_hooks()
         self.optimizer._synchronized = True
 
+    def step_alone(self, step: Callable[[], Any]) -> Any:
+        """Do as the base says. As with stock Horovod, what this worker has not used has gradients of zeros, and so a state."""
+        takes_sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+        for one in self._reduced():
+            if one.grad is None and one.requires_grad:
+                one.grad = empty_sparse(one.shape, one) if takes_sparse else torch.zeros_like(one)
+        return super().step_alone(step)
+
     def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
         self.optimizer._synchronized = False
         self.grown(drifts)
@@ -346,8 +354,7 @@ class Reducer(TensorReducer):
 
     def give_up(self) -> None:
         """Give up the step that may have begun, because all ranks do."""
-        if self._step.handed or self._step.begun:
-            self._give_up_step()
+        self._give_up_step()
         self._collectives.given_up = True
 
     def parameters_added(self) -> None:

@@ -272,7 +272,7 @@ class TensorReducer(Store):
     ) -> None:
         """Serve the optimizer: exchange its updates, or gradients, and then its momentum moves if it `moves`.
 
-        `own_step` is the optimizer's own, and `names` are those of its parameters.
+        `own_step` is the optimizer's own, and `names` are those of the model's parameters.
         """
         optimizer = self.optimizer
         if self.active and updates:
@@ -289,7 +289,7 @@ class TensorReducer(Store):
     ) -> Any:
         """Let the optimizer step, with gradients that `reduce` reduces, or exchange its update. Return the closure's result."""
         if self.updates is not None:
-            return self.step_alone(own_step if closure is None else partial(own_step, closure))
+            return self.step_alone(own_step if closure is None else partial(own_step, self.updates.checked(closure)))
         # Before the momentum is left out, because backward reads it.
         with torch.enable_grad():
             loss = None if closure is None else closure()

@@ -120,6 +120,42 @@ def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) 
     return bowl
 
 
+class Bounded(Pulled):
+    def forward(self, points: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-10.0, 10.0)
+        return super().forward(points)
+
+
+def a_model_may_write_to_its_parameters(make: Any = torch.optim.SGD) -> Pulled:
+    """What it writes is written to moved parameters, so that it is no value to keep."""
+    bowl = Bounded()
+    model, optimizer = distributed(bowl, make(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+    for step in range(4):
+        optimizer.zero_grad()
+        before = digest(bowl.parameters())
+        model(_points(step)).backward()
+        assert digest(bowl.parameters()) == before
+        optimizer.step()
+    return bowl
+
+
+def what_is_loaded_after_an_interrupted_pass_stays() -> Pulled:
+    bowl = Pulled()
+    model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(_points(step))
+        if step == 2:
+            bowl.load_state_dict({name: torch.full_like(one, 0.5) for name, one in bowl.values().items()})
+            loss = model(_points(step))
+        loss.backward()
+        assert step < 2 or all(bool((one == 0.5).all()) for one in bowl.values().values())
+        optimizer.step()
+    return bowl
+
+
 def it_ends_where_gradients_are_changed(change: Callable[[Pulled], object]) -> Pulled:
     """Residuals then have another unit than updates."""
     bowl = Pulled()
@@ -154,6 +190,9 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "gradients, closure and updates": (GRADIENTS, {"updates": True}, 0.0, True),
     "gradients, momentum": (GRADIENTS, {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"}),
     "others": (others_see_the_parameters_themselves,),
+    "written": (a_model_may_write_to_its_parameters,),
+    "written, AdamW": (a_model_may_write_to_its_parameters, torch.optim.AdamW),
+    "loaded": (what_is_loaded_after_an_interrupted_pass_stays,),
     "off, 0": (none_where_it_is_off, {"detached": 0.0}),
     "off, balanced": (none_where_it_is_off, {"exchange": Balanced()}),
     "off, residual": (none_where_it_is_off, {"residual": False}),

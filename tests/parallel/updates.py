@@ -255,6 +255,25 @@ def a_closure_works() -> None:
     assert results[0] == results[1]
 
 
+def a_closure_may_find_what_is_not_finite() -> None:
+    """The optimizer's state stays good."""
+    model = small_model()
+    trained, optimizer = distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02))
+    for step in range(4):
+        closure = closure_of(trained, optimizer, step)
+
+        def spoilt(closure: Any = closure) -> Any:
+            loss = closure()
+            model.get_parameter("4.weight").grad[3, 4] = float("nan")  # type: ignore[index]
+            return loss
+
+        if step == 1:
+            raised(FloatingPointError, partial(optimizer.step, spoilt if hvd.rank() == 1 else closure))
+        else:
+            optimizer.step(closure)
+        assert_identical(model)
+
+
 def sparse_gradients_move_densely() -> None:
     model = nn.Sequential(nn.EmbeddingBag(200, 16, mode="sum", sparse=True))
     nn.init.ones_(model.get_parameter("0.weight"))
@@ -300,6 +319,7 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "raises": (training_goes_on_after_a_step_that_raises,),
     "not-finite": (what_is_not_finite_raises_on_all,),
     "closure": (a_closure_works,),
+    "closure, not finite": (a_closure_may_find_what_is_not_finite,),
     "sparse": (sparse_gradients_move_densely,),
     "refused": (settings_without_meaning_are_refused,),
 }
@@ -318,6 +338,23 @@ def workers_with_other_optimizers_are_refused() -> None:
     trained, optimizer = distributed(model, make(model.parameters(), lr=1e-2), TopK(0.1, warmup=None))
     loss = loss_of(trained, 0)
     assert "updates" in raised(ValueError, lambda: (loss.backward(), optimizer.step()))
+
+
+@scenario(MPI_2)
+def what_a_worker_has_not_used_has_a_state() -> None:
+    """As with stock Horovod, so that all workers broadcast the same."""
+    model = small_model()
+    branch = nn.Linear(32, 40)
+    both = nn.ModuleList([model, branch])
+    _, optimizer = distributed(both, torch.optim.AdamW(both.parameters(), lr=1e-2), TopK(0.02))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        (loss + branch(torch.ones(32)).sum() if hvd.rank() == 0 else loss).backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert everyone(len(optimizer.state)) == [10, 10]
+    assert_identical(both)
 
 
 @scenario(MPI_2)

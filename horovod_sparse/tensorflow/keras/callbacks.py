@@ -126,5 +126,6 @@ class CheckpointCallback(keras.callbacks.Callback):
             kept = {"model": self.model, "optimizer": optimizer, "epoch": epoch + 1}
             save_checkpoint(self._folder, int(optimizer.iterations), keep=self._keep, **kept)
 
-    def on_train_end(self, logs: MutableMapping[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        # It has been read. A later `fit` begins at the first epoch.
         self.model._initial_epoch = None

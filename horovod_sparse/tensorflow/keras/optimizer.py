@@ -64,6 +64,11 @@ def distributed(
         compression.check_free()
         settings = [settings_in(inner)]
         updates = exchanges_updates(compression, settings)
+        if updates and inner.use_ema:
+            raise ValueError(
+                "optimizer must have use_ema=False where updates are exchanged, got True: it would average what this worker "
+                "alone has stepped to; pass updates=False to the compressor, or average the weights in a callback"
+            )
         if updates:
             reduction = replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
         else:
@@ -106,8 +111,8 @@ class DistributedApply:
     """What the gradients of local variables are divided by."""
     local_variables: set[Any] = field(default_factory=set)
     """References to variables whose gradients are not reduced."""
-    _left: list[int] | None = None
-    """The velocities in the optimizer that are not zero, if its momentum is applied before the selection."""
+    _moves: bool = False
+    """Whether the optimizer's momentum is applied before the selection."""
     _begun: bool = False
     _reduced_already: bool = False
     """Whether gradients that have been reduced are being applied, by a LossScaleOptimizer or directly."""
@@ -130,7 +135,9 @@ class DistributedApply:
         if not self._reduced_already:
             self.step(grads, trainable_variables, self.optimizer, self)
             return
-        with nullcontext() if self._left is None else without_momentum(self.optimizer, self._left):
+        pairs = zip(trainable_variables or (), grads, strict=False)
+        given = [variable for variable, gradient in pairs if gradient is not None]
+        with without_momentum(self.optimizer, given) if self._moves else nullcontext():
             self._stock_apply(grads, trainable_variables)
 
     def step(
@@ -161,11 +168,15 @@ class DistributedApply:
             _check_callers(optimizer)
         if not self._begun and self.reducer is not None and self.reducer.active:
             can_move = not self.local_variables
-            self._left = moved_momentum(self.reducer.compressor, self.optimizer, grads, variables, can_move=can_move)
+            self._moves = moved_momentum(self.reducer.compressor, self.optimizer, grads, variables, can_move=can_move)
         self._begun = True
         if self.accumulator is None:
             self._reduce_and_apply(grads, variables, optimizer, apply)
             return
+        if not optimizer.built:
+            # What is made in a branch of `tf.cond` has no value elsewhere.
+            with tf.init_scope():
+                optimizer.build(variables)
         sums, is_full = self.accumulator.add(grads, variables)
         # The condition is the same on all ranks, so that all or none of them reach the collectives.
         tf.cond(is_full, lambda: self._apply_sums(sums, variables, optimizer, apply), self._skip)
@@ -190,7 +201,9 @@ class DistributedApply:
         exchanged = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
         if self.reducer is not None and self.reducer.updates is not None:
             own = [_divide(*pair) for pair in zip(gradients, divisors, strict=True)]
-            self._exchange_updates(own, variables, exchanged, optimizer, apply)
+            known = dict(zip(map(id, variables), gradients, strict=True))
+            moving = [one for one in exchanged if one.trainable or known[id(one)] is not None]
+            self._exchange_updates(own, variables, moving, optimizer, apply)
             return
         given = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
         if is_scaler(optimizer) and any(is_local):
@@ -209,8 +222,11 @@ class DistributedApply:
         """
         assert self.reducer is not None
         before = [tf.identity(plain(variable)) for variable in exchanged]
-        scales = is_scaler(optimizer)
-        apply(gradients if scales else [_finite(gradient) for gradient in gradients], variables)
+        scales, done = is_scaler(optimizer), self.optimizer.iterations + 1
+        if any(gradient is not None for gradient in gradients):
+            apply(gradients if scales else [_finite(gradient) for gradient in gradients], variables)
+        # A step that a worker leaves out counts, as on the others.
+        self.optimizer.iterations.assign(done)
         moved = [start - plain(variable) for start, variable in zip(before, exchanged, strict=True)]
         if not scales:
             moved = spoiled(moved, gradients)
@@ -218,6 +234,8 @@ class DistributedApply:
             plain(variable).assign(start)
         for mean, variable in zip(self.reducer.means_of_updates(moved, exchanged), exchanged, strict=True):
             plain(variable).assign_sub(mean)
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
 
 
 def _reduce_dense(

@@ -71,6 +71,25 @@ def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -
     assert mine.count == theirs.count > 0
 
 
+@scenario(TORCHRUN_2)
+def parameters_of_no_model_keep_their_momentum() -> None:
+    """Where updates are exchanged they are refused."""
+    extra = nn.Parameter(torch.zeros(5))
+    model = small_model()
+    mine = torch.optim.SGD([*model.parameters(), extra], lr=0.05, momentum=0.9, weight_decay=0.1)
+    trained, _ = distributed(model, mine, SIDCo(0.05))
+    alone = nn.Parameter(extra.detach().clone())
+    its = torch.optim.SGD([alone], lr=0.05, momentum=0.9, weight_decay=0.1)
+    for step in range(3):
+        loss_of(trained, step).backward()
+        extra.grad, alone.grad = torch.ones(5), torch.ones(5)
+        mine.step()
+        its.step()
+    assert torch.equal(extra, alone)
+    adam = torch.optim.AdamW([*model.parameters(), extra])
+    assert "1 others" in raised(ValueError, lambda: distributed(model, adam, SIDCo(0.05)))
+
+
 _FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "one-bucket": {"bucket_cap_mb": 100},

@@ -286,6 +286,24 @@ def several_passes_are_one_step(make: MakeCompression, average: bool, eager: boo
         assert compression.stats().steps == 2
 
 
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.1),)})
+def an_optimizer_that_is_not_built_adds_up_passes_in_a_function(make: MakeCompression) -> None:
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(_adam(), compression=make(), backward_passes_per_step=2)
+
+    @tf.function
+    def step(inputs: Any, labels: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = LOSS(labels, model(inputs))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    before = model.get_weights()
+    for number in range(4):
+        step(*data([number]))
+    assert_identical(model.weights)
+    assert not np.array_equal(before[0], model.get_weights()[0])
+
+
 @scenario(TF_2, cases={"eager": (True,), "graph": (False,)})
 def passes_go_on_after_a_step_that_raised(eager: bool) -> None:
     compression = TopK(0.05, warmup=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import horovod.tensorflow as stock
 import keras
 import numpy as np
 
@@ -51,6 +52,18 @@ def a_dense_checkpoint_goes_on() -> None:
     for one in (model, dense):
         fit(one, range(4, 9))
     assert_close(model, dense)
+
+
+@scenario(TF_2)
+def velocities_of_one_worker_act_on_all_once_they_are_broadcast() -> None:
+    sgd = _sgd()
+    model = compiled(hvd.DistributedOptimizer(sgd, compression=SIDCo(0.1)))
+    sgd.build(model.trainable_variables)
+    if stock.rank() == 0:
+        for velocity in sgd.momentums:
+            velocity.assign(np.ones(velocity.shape))
+    fit(model, range(4), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert_in_step(model)
 
 
 @scenario(TF_2)

@@ -78,3 +78,33 @@ def each_worker_has_a_loss_scale_of_its_own() -> None:
         optimizer.apply(gradients, model.trainable_variables)
     assert_identical(model.weights)
     assert float(scaler.dynamic_scale) == (32.0 if stock.rank() == 1 else 64.0)
+    # A schedule of the learning rate, and checkpoints, ask for it.
+    assert int(optimizer.iterations) == 4
+
+
+@scenario(TF_2)
+def what_keras_does_to_variables_is_done_to_exchanged_updates() -> None:
+    """Constraints hold, what is frozen stays where it is, and a worker may have no gradient at all."""
+    model, none = small_model(), [None] * 6
+    kernel, frozen = model.layers[0].kernel, model.layers[1]
+    kernel.constraint = keras.constraints.MaxNorm(0.5)
+    compression, variables = TopK(0.05, warmup=None), list(model.trainable_variables)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression)
+    for step in range(9):
+        if step == 6:
+            frozen.trainable, before = False, frozen.kernel.numpy()
+        trained = dict(zip(map(id, model.trainable_variables), _gradients(model, step, stock.rank()), strict=True))
+        gradients = [trained.get(id(variable)) for variable in variables]
+        optimizer.apply(none if (step, stock.rank()) == (3, 1) else gradients, variables)
+    assert np.linalg.norm(kernel.numpy(), axis=0).max() < 0.5 + 1e-5
+    assert np.array_equal(frozen.kernel.numpy(), before)
+    assert_identical(model.weights)
+    averaging = keras.optimizers.Adam(0.01, use_ema=True)
+    assert "use_ema" in raised(ValueError, lambda: hvd.DistributedOptimizer(averaging, compression=TopK(0.1)))
+    other = TopK(0.05, warmup=None, updates=False)
+    other.load_state_dict(compression.state_dict())
+    gradients = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=other)
+    model = small_model()
+    assert "updates=" in raised(
+        Exception, lambda: gradients.apply(_gradients(model, 0, stock.rank()), model.trainable_variables)
+    )
