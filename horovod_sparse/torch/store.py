@@ -79,6 +79,8 @@ class TensorReducer(Store):
         self._sample = Sample()
         self._frozen: set[str] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
+        self._last: tuple[Tensor | None, Tensor | None, int] = None, None, 0
+        """A parameter, its reduced gradient and that one's version, until the optimizer steps with it."""
 
     # --- what is left to others ---
 
@@ -136,6 +138,14 @@ class TensorReducer(Store):
             raise ValueError(
                 f"parameter {name!r} must keep its shape, which was {bucket.slots[name].shape} in its first step, got "
                 f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
+            )
+        last, reduced, version = self._last
+        # What is zeroed first has a version more.
+        if parameter is last and reduced is parameter.grad and reduced is not None and reduced._version == version + 1:
+            raise RuntimeError(
+                f"gradients must be reduced once before a step with {self.compressor.momentum_correction!r}, but that of "
+                f"{name!r} was added to one that was reduced: put all backward passes of a step but the last into "
+                "model.no_sync() (DDP), use backward_passes_per_step (Horovod), or pass momentum=None to the compressor"
             )
         rate = step.learning_rates[parameter] if step.learning_rates else None
         gradients = step.collect(bucket, Arrived(name, self._gradient(parameter), rate))
@@ -300,6 +310,7 @@ class TensorReducer(Store):
 
     def _step_locally(self, own_step: Callable[..., Any]) -> None:
         """Let the optimizer step with its gradients as they are, without the momentum that has moved."""
+        self._last = None, None, 0
         with nullcontext() if self.momentum is None else self.momentum.left_out():
             own_step()
 
@@ -345,8 +356,11 @@ class TensorReducer(Store):
 
     def note_reduced(self) -> None:
         """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
+        first = next((one for one in self._routes.in_buckets.values() if one.grad is not None), None)
+        if first is not None and first.grad is not None and self.compressor.momentum_correction is not None:
+            self._last = first, first.grad, first.grad._version
         if self.detached is not None and self.updates is None:
-            self.detached.note(next((p for p in self._routes.in_buckets.values() if p.grad is not None), None))
+            self.detached.note(first)
 
     def restore_moved(self) -> None:
         """Give the parameters back what they were before a forward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .common import (
     digest,
     distributed,
     hvd,
+    loss_of,
     raised,
     small_model,
     train,
@@ -156,3 +158,26 @@ def what_it_cannot_honour_is_refused() -> None:
     assert "momentum=0" in raised(ValueError, lambda: optimizer.load_state_dict(make(None).state_dict()))
     group = {"params": [nn.Parameter(torch.zeros(300))], "momentum": 0.9}
     assert "momentum=0" in raised(ValueError, lambda: optimizer.add_param_group(group))
+
+
+@scenario(MPI_2, TORCHRUN_2)
+def gradients_are_reduced_once_before_a_step() -> None:
+    """A second time they would be taken for new ones. A step may be left out, and gradients may be zeroed in place."""
+    model = small_model()
+    trained, optimizer = distributed(model, groups_of(model, momentum=0.9), SIDCo(0.05))
+    train(trained, optimizer, range(2))
+    for zero in (partial(optimizer.zero_grad, set_to_none=False), optimizer.zero_grad):
+        loss_of(trained, 2).backward()
+        if not IN_DDP:
+            optimizer.synchronize()
+        zero()
+    loss_of(trained, 3).backward()
+    if not IN_DDP:
+        optimizer.synchronize()
+    text = raised(RuntimeError, lambda: (loss_of(trained, 4).backward(), optimizer.step()))
+    assert "reduced once before a step" in text, text
+    if not IN_DDP:
+        # DDP itself cannot go on after an exception in backward.
+        model.zero_grad()
+        train(trained, optimizer, range(5, 7))
+        assert_identical(model)
