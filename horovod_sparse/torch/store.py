@@ -357,7 +357,7 @@ class TensorReducer(Store):
     def note_reduced(self) -> None:
         """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
         first = next((one for one in self._routes.in_buckets.values() if one.grad is not None), None)
-        if first is not None and first.grad is not None and self.compressor.momentum_correction is not None:
+        if first is not None and first.grad is not None and self.momentum is not None:
             self._last = first, first.grad, first.grad._version
         if self.detached is not None and self.updates is None:
             self.detached.note(first)
