@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -40,10 +41,16 @@ def without_momentum(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]
     They are zero unless a dense training has left some, which may also be loaded or broadcast later.
     """
     momentum = optimizer.momentum
-    for variable in variables:
-        velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
+
+    def move(variable: Any, velocity: Any) -> Any:
         velocity.assign(velocity * momentum)
         variable.assign_add(velocity * momentum if optimizer.nesterov else velocity)
+        return tf.constant(True)
+
+    for variable in variables:
+        velocity = optimizer.momentums[optimizer._get_variable_index(variable)]
+        # To look takes a part of the time.
+        tf.cond(keras.ops.any(velocity != 0), partial(move, variable, velocity), lambda: tf.constant(False))
     optimizer.momentum = 0.0
     try:
         yield
