@@ -264,7 +264,8 @@ def a_closure_may_find_what_is_not_finite() -> None:
 
         def spoilt(closure: Any = closure) -> Any:
             loss = closure()
-            model.get_parameter("4.weight").grad[3, 4] = float("nan")  # type: ignore[index]
+            gradient: Any = model.get_parameter("4.weight").grad
+            gradient[3, 4] = float("nan")
             return loss
 
         if step == 1:

@@ -201,8 +201,8 @@ class DistributedApply:
         exchanged = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
         if self.reducer is not None and self.reducer.updates is not None:
             own = [_divide(*pair) for pair in zip(gradients, divisors, strict=True)]
-            known = dict(zip(map(id, variables), gradients, strict=True))
-            moving = [one for one in exchanged if one.trainable or known[id(one)] is not None]
+            each = zip(variables, gradients, is_local, strict=True)
+            moving = [one for one, gradient, local in each if not local and (one.trainable or gradient is not None)]
             self._exchange_updates(own, variables, moving, optimizer, apply)
             return
         given = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
