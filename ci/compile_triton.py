@@ -21,7 +21,6 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.kernels.gpu.chunks import MOST_LENGTH, select_in_chunks
 from horovod_sparse.kernels.gpu.message import add_up
 from horovod_sparse.ops.protocol import Momentum
 
@@ -81,8 +80,6 @@ def main(capability: int) -> None:
     for gradient in (None, torch.bfloat16, torch.float16, torch.float64):
         for ahead in (None, 0.9):
             step(COMPRESSORS[0], gradient, Momentum(0.9, ahead))
-    for length in (4096, MOST_LENGTH):
-        select_in_chunks(torch.zeros(40_000), length, 40)
     for kernel in compiled.values():
         # What the compiler makes in the end.
         assert kernel.asm["cubin"]

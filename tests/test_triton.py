@@ -29,7 +29,7 @@ from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.kernels.gpu import chunks, threshold
+from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
@@ -252,22 +252,6 @@ def test_fits(rows: list[tuple[float, float, float]]) -> None:
         assert pareto == pytest.approx(fits.generalized_pareto(mean, variance, ratio), rel=1e-10)
 
 
-# --- chunks ---
-
-
-@given(data=st.data())
-def test_selections_in_chunks(data: st.DataObject) -> None:
-    size, length = data.draw(st.integers(1, 150)), data.draw(st.sampled_from([16, 64, 4096]))
-    count = data.draw(st.integers(-(-size // length), size))
-    x = data.draw(npst.arrays(np.float32, size, elements=st.one_of(FEW, ANY)))
-    got, expected = (
-        chunks.select_in_chunks(torch.from_numpy(x), length, count),
-        ORACLE.select_in_chunks(x, length, count),
-    )
-    assert got.found == expected.found
-    np.testing.assert_array_equal(got.indices.numpy(), expected.indices, strict=True)
-
-
 # --- a bucket's step ---
 
 
@@ -483,7 +467,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter", "select"}
+    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter"}
 
 
 @pytest.mark.full

@@ -147,11 +147,6 @@ class TorchOps(Ops):
         return Selection(_nonzero(chosen), count, smallest)
 
     def select_in_chunks(self, x: Tensor, length: int, count: int) -> Selection:
-        if device.has_kernels(x.device) and x.dtype == torch.float32:
-            from horovod_sparse.kernels.gpu import chunks
-
-            if length <= chunks.MOST_LENGTH and length.bit_count() == 1:
-                return chunks.select_in_chunks(x, length, count)
         numel = x.numel()
         # The last chunk is filled up with zeros.
         magnitudes = torch.nn.functional.pad(x.abs(), (0, -numel % length)).view(-1, length)
