@@ -22,7 +22,6 @@ Until then the worker goes on from theta - alpha/s * sent_r: its own part is the
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.compressors.checks import check_fraction, check_number
-from horovod_sparse.core.agreement import check_moves, compare, divides, refuse_detached
+from horovod_sparse.compressors.checks import check_fraction, check_integer, check_number
+from horovod_sparse.core.agreement import Description, check_moves, compare, divides, refuse_detached
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.torch import stock
@@ -44,7 +43,7 @@ from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hook import check_compression
 from horovod_sparse.torch.movement import Movement
-from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, wide
+from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, sums, wide
 from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -67,18 +66,16 @@ class Outer:
     overlap: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise ValueError(f"every must be a whole number of steps >= 1, got {self.every!r}")
+        check_integer("every", self.every, 1)
         check_fraction("residual_decay", self.residual_decay)
         if self.outer_lr != "auto":
             expected = "'auto' or a finite number > 0"
             check_number("outer_lr", self.outer_lr, expected, lambda rate: 0.0 < rate < math.inf)
         check_number("outer_momentum", self.outer_momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
         check_number("keep", self.keep, "in [0, 1]", lambda keep: 0.0 <= keep <= 1.0)
-        if not isinstance(self.overlap, int) or isinstance(self.overlap, bool) or not 0 <= self.overlap <= self.every:
-            raise ValueError(
-                f"overlap must be a whole number of steps in [0, every={self.every}], got {self.overlap!r}"
-            )
+        check_integer("overlap", self.overlap, 0)
+        if self.overlap > self.every:
+            raise ValueError(f"overlap must be in [0, every={self.every}], got {self.overlap}")
 
     def step(self, mean: Tensor, momentum: Tensor | None) -> None:
         """Turn the mean of what was sent into the step of a shared parameter. `momentum` changes, if there is one."""
@@ -125,7 +122,8 @@ class LocalUpdates:
 
     Raises:
         TypeError: the optimizer is Horovod's, the model is in `DistributedDataParallel`, the two are in the wrong order,
-            `compression` is not a compressor of this module, or a parameter has no memory of its own.
+            `compression` is not a compressor of this module, a parameter has no memory of its own, or a number of steps is
+            no int.
         ValueError: a number is not in its range, the optimizer has parameters that the model has not, or nothing connects
             the workers yet.
     """
@@ -326,10 +324,11 @@ class LocalUpdates:
             if not parameter.requires_grad:
                 drift.zero_()
         moved = dict(zip(self._movement.parameters, drifts, strict=True))
-        mine = {
+        values = sums(self._shared.values()) if self._unchecked else ["as it was"] * len(self._shared)
+        mine: Description = {
             "local updates": f"{number}, {self.outer}, grows={self._reducer.lengths.grow}",
             # All workers say so whenever one has loaded a state, so that nobody waits.
-            "shared parameters": digest(self._shared) if self._unchecked else "as they were",
+            "shared parameters": [f"{name}: {bits}" for name, bits in zip(self._shared, values, strict=True)],
             "problem": str(problem),
             "step": str(self._reducer.exchanges),
         }
@@ -346,7 +345,7 @@ class LocalUpdates:
         return self._reducer.grown(moved)
 
     def _agree(
-        self, mine: dict[str, str], wait: Callable[[], list[Any]], problem: ValueError | None, was_checked: bool
+        self, mine: Description, wait: Callable[[], list[Any]], problem: ValueError | None, was_checked: bool
     ) -> None:
         global _agreed, _newest
         try:
@@ -501,15 +500,6 @@ def transport_of(group: Any, device: torch.device) -> Group:
             "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() first"
         )
     return Group(group, device)
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of the names and values of tensors."""
-    sha = hashlib.sha256()
-    for name, tensor in tensors.items():
-        sha.update(name.encode())
-        sha.update(tensor.cpu().numpy().tobytes())
-    return sha.hexdigest()[:16]
 
 
 def check_parts(state: Mapping[str, Any], mine: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -90,7 +90,7 @@ class BoundCompressor(Compressor):
     def residual_bytes(self) -> int:
         """Memory that this rank's residuals take, in bytes; 0 before the first step."""
         pipeline = None if self._store is None else self._store.pipeline
-        return 0 if pipeline is None else pipeline.residuals.nbytes
+        return 0 if pipeline is None else sum(bucket.buffer.nbytes for bucket in pipeline.buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
@@ -147,19 +147,15 @@ def check_kind(compression: object, kind: type, module: str, *, stock: bool = Tr
 
 def refuse_join() -> None:
     """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang."""
-    # It would turn a RuntimeError into one that elastic jobs try again after.
-
-    def compressing() -> list[BoundCompressor]:
-        return [one for one in _serving if one.store is not None and one.store.active]
-
-    if compressing():
-        # An optimizer refers to itself, so it may outlive its last use.
-        gc.collect()
-    for one in compressing():
-        raise AssertionError(
-            f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not send; "
-            "give all ranks equally many batches, or agree on their number before: see docs/troubleshooting.md"
-        )
+    # An optimizer refers to itself, so it may outlive its last use.
+    gc.collect()
+    for one in _serving:
+        if one.store is not None and one.store.active:
+            # Horovod would turn a RuntimeError into one that elastic jobs try again after.
+            raise AssertionError(
+                f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not "
+                "send; give all ranks equally many batches, or agree on their number before: see docs/troubleshooting.md"
+            )
 
 
 def check_factor(factor: float) -> None:

@@ -35,10 +35,6 @@ class Residuals:
             self.shapes[slot.name] = slot.shape
         return buffer
 
-    @property
-    def nbytes(self) -> int:
-        return sum(int(view.nbytes) for view in self.views.values())
-
     def reset(self) -> None:
         for view in self.views.values():
             view[:] = 0

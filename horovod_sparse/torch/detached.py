@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from horovod_sparse.torch.parameters import is_sharded, local_part
-from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _log = logging.getLogger("horovod_sparse")
@@ -39,8 +38,6 @@ class Detached:
         """The values of the parameters that have been moved, and their versions."""
         self._memory: dict[Tensor, Tensor] = {}
         """A second copy of each. It is kept from step to step, because memory that is new takes longer."""
-        self._reduced: dict[Tensor, Handed] = {}
-        """A reduced gradient that the step is to find as it was."""
         self._parameters = frozenset(parameters)
         for other in [*_living]:
             if not self._parameters.isdisjoint(other._parameters):
@@ -129,27 +126,11 @@ class Detached:
             # Last: until here this can be done again.
             del self._moved[parameter]
 
-    def note(self, parameter: Tensor | None) -> None:
-        """Remember the reduced gradient of a parameter until the step. None forgets the last one."""
-        self._reduced = {}
-        if parameter is not None:
-            handed = hand_over(parameter.grad)
-            # A device is not waited for: there, only the version shows a change.
-            self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else handed._replace(sample=b"")}
-
     def stop(self, why: str) -> None:
         """Never move parameters again."""
         if self._coefficient:
             _log.info("detached error feedback is off, because %s", why)
         self._coefficient = 0.0
-
-    def check(self, *_: object) -> None:
-        """Stop if the gradients that the optimizer steps with were changed: residuals have another unit then."""
-        # The end of backward may have been interrupted.
-        self.restore()
-        reduced, self._reduced = self._reduced, {}
-        if self._coefficient and first_changed(reduced) is not None:
-            self.stop("gradients were changed after they had been reduced. To clip, pass clip=... to the compressor")
 
 
 def _is_replaced(parameter: Tensor) -> bool:

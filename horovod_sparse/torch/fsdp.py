@@ -48,8 +48,6 @@ class ShardedReducer(GroupReducer):
         for parameter in names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-        # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def _note_gradient(self, _: Tensor) -> None:
         self._is_new, self._synchronized = True, False
@@ -167,6 +165,8 @@ def register_sharded(
     reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
     if not reducer.active:
         return
+    # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     reducer.serve(optimizer.step, names, updates=updates)
     replace_step(optimizer, reducer.step)
     # As the optimizers of Horovod have it.

@@ -61,10 +61,10 @@ def description(
     return found
 
 
-def sums(named: Mapping[Tensor, str]) -> list[int]:
+def sums(parameters: Iterable[Tensor]) -> list[int]:
     """Return a number for each parameter that tells its values from others: the sum of its bits, read as whole numbers."""
     parts = []
-    for parameter in named:
+    for parameter in parameters:
         flat = parameter.detach().reshape(-1)
         if flat.storage_offset() * flat.itemsize % 8:
             flat = flat.clone()

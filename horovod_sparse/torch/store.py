@@ -29,6 +29,7 @@ from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
 from horovod_sparse.torch.parameters import local_part, wide
 from horovod_sparse.torch.step import Step
+from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
 
 WITH_SCALER = (
     "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
@@ -79,8 +80,8 @@ class TensorReducer(Store):
         self._sample = Sample()
         self._frozen: set[str] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self._last: tuple[Tensor | None, Tensor | None, int] = None, None, 0
-        """A parameter, its reduced gradient and that one's version, until the optimizer steps with it."""
+        self._noted: dict[Tensor, Handed] = {}
+        """A reduced gradient that the optimizer is to step with as it is."""
 
     # --- what is left to others ---
 
@@ -139,9 +140,8 @@ class TensorReducer(Store):
                 f"parameter {name!r} must keep its shape, which was {bucket.slots[name].shape} in its first step, got "
                 f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
             )
-        last, reduced, version = self._last
-        # What is zeroed first has a version more.
-        if parameter is last and reduced is parameter.grad and reduced is not None and reduced._version == version + 1:
+        noted = None if self.momentum is None else self._noted.get(parameter)
+        if noted is not None and noted.gradient is parameter.grad and noted.was_added_to:
             raise RuntimeError(
                 f"gradients must be reduced once before a step with {self.compressor.momentum_correction!r}, but that of "
                 f"{name!r} was added to one that was reduced: put all backward passes of a step but the last into "
@@ -310,7 +310,6 @@ class TensorReducer(Store):
 
     def _step_locally(self, own_step: Callable[..., Any]) -> None:
         """Let the optimizer step with its gradients as they are, without the momentum that has moved."""
-        self._last = None, None, 0
         with nullcontext() if self.momentum is None else self.momentum.left_out():
             own_step()
 
@@ -331,10 +330,12 @@ class TensorReducer(Store):
         self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     ) -> None:
         """Move the parameters of an optimizer by a part of what waits, while gradients are computed."""
-        if self.active and coefficient:
+        if not self.active:
+            return
+        optimizer.register_step_pre_hook(self._check_noted)
+        if coefficient:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
-            optimizer.register_step_pre_hook(self.detached.check)
 
     def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
         """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
@@ -357,10 +358,17 @@ class TensorReducer(Store):
     def note_reduced(self) -> None:
         """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
         first = next((one for one in self._routes.in_buckets.values() if one.grad is not None), None)
-        if first is not None and first.grad is not None and self.momentum is not None:
-            self._last = first, first.grad, first.grad._version
-        if self.detached is not None and self.updates is None:
-            self.detached.note(first)
+        watches = self.updates is None and (self.detached or self.momentum)
+        self._noted = {first: hand_over(first.grad)} if first is not None and watches else {}
+
+    def _check_noted(self, *_: object) -> None:
+        """Stop moving parameters if the gradients that the optimizer steps with were changed: residuals have another unit."""
+        # The end of backward may have been interrupted.
+        self.restore_moved()
+        noted, self._noted = self._noted, {}
+        if self.detached is not None and first_changed(noted, wait=False) is not None:
+            why = "gradients were changed after they had been reduced. To clip, pass clip=... to the compressor"
+            self.detached.stop(why)
 
     def restore_moved(self) -> None:
         """Give the parameters back what they were before a forward pass."""

@@ -33,6 +33,11 @@ class Handed(NamedTuple):
     places: slice
     """Where those entries are in the flat gradient."""
 
+    @property
+    def was_added_to(self) -> bool:
+        """Whether one operation in place has followed. What is zeroed first has two."""
+        return self.gradient is not None and self.version is not None and self.gradient._version == self.version + 1
+
 
 def hand_over(gradient: Tensor | None) -> Handed:
     """Record what a gradient is now."""
@@ -49,8 +54,11 @@ def hand_over(gradient: Tensor | None) -> Handed:
     return Handed(gradient, version, sample, places)
 
 
-def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
-    """Return a parameter whose gradient is not what was handed over, or None. Waits once if some are on a device."""
+def first_changed(handed: Mapping[Tensor, Handed], *, wait: bool = True) -> Tensor | None:
+    """Return a parameter whose gradient is not what was handed over, or None.
+
+    Waits once if some are on a device. If it must not `wait`, only the version shows a change there.
+    """
     later: dict[Tensor, Tensor] = {}
     for parameter, (gradient, version, sample, places) in handed.items():
         if parameter.grad is not gradient:
@@ -59,6 +67,8 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
             continue
         if version is not None and gradient._version != version:
             return parameter
+        if isinstance(sample, Tensor) and not wait:
+            continue
         now = _sample(_dense(gradient), places) if len(sample) else sample
         if isinstance(sample, Tensor) and isinstance(now, Tensor):
             # Bytes, because NaN is not equal to itself.

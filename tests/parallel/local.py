@@ -542,12 +542,12 @@ def wrong_settings_are_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
     for arguments, text in (
-        ({"every": 0}, "every must be a whole number of steps >= 1, got 0"),
+        ({"every": 0}, "every must be >= 1, got 0"),
         ({"residual_decay": 0.0}, "residual_decay must be in"),
         ({"outer_lr": float("inf")}, "outer_lr must be 'auto' or a finite number > 0, got inf"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
-        ({"overlap": 6}, "overlap must be a whole number of steps in [0, every=5], got 6"),
+        ({"overlap": 6}, "overlap must be in [0, every=5], got 6"),
         (
             {"overlap": 1, "compression": sparse.TopK(0.1, exchange=sparse.Balanced())},
             "overlap must be 0 with Balanced",
