@@ -17,7 +17,7 @@ class Balanced(Exchange):
 
     Each worker owns a region of the bucket. It adds what it receives to its own residual there, forwards about k/n of the
     largest sums, and keeps the others (`wire`, messages 5 and 6; after Ok-Topk, https://arxiv.org/abs/2201.07598). So each
-    worker sends up to 6 k numbers for any number n of workers, if n is much less than k and slack is 1.25 or less.
+    worker sends up to 5 k numbers for any number n of workers, if n is much less than k.
     """
 
     title = "balanced"
@@ -25,7 +25,7 @@ class Balanced(Exchange):
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [
-            Round("alltoall", 2 * world * regions.room(capacity, world)),
+            Round("alltoall", 2 * world * regions.room(k, capacity, world)),
             Round("allgather", 2 * (regions.forwarded(k, world) + 1)),
         ]
 
@@ -39,7 +39,7 @@ class Balanced(Exchange):
         bucket.buffer[run.place] = 0
         k = bucket.k - bucket.k // world
         selection = bucket.select_from(bucket.buffer, k, bucket.capacity_for(bucket.numel, k))
-        room = regions.room(bucket.capacity, world)
+        room = regions.room(bucket.k, bucket.capacity, world)
         indices, counts = ops.fit(bucket.buffer, selection.indices, bounds, room)
         message = ops.pack_regions(indices, bucket.take(indices), bounds, counts, room)
         received = yield Collective("alltoall", message)

@@ -9,13 +9,17 @@ from itertools import accumulate
 from typing import Any
 
 SPARE = 1.5
-"""How many times as many entries a region has room for as it would get if all regions got as many."""
+"""How many times as many entries a region has room for as it would get if all regions got as many.
+
+When the bounds have settled, a worker's own parts still differ by a third, however many entries they have. What has no room
+waits in the residual.
+"""
 _LEAST_GAIN = 0.02
 
 
-def room(capacity: int, world: int) -> int:
-    """Return how many entries a rank can send to each region, if all its messages together had room for `capacity`."""
-    return min(capacity, math.ceil(SPARE * capacity / world))
+def room(k: int, capacity: int, world: int) -> int:
+    """Return how many entries a rank can send to each region, of about k in all, and at most `capacity`."""
+    return min(capacity, math.ceil(SPARE * k / world))
 
 
 def forwarded(k: int, world: int) -> int:
