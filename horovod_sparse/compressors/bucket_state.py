@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import zlib
 from collections.abc import Mapping
@@ -117,7 +116,7 @@ class BucketState:
 
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
-        return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
+        return zlib.crc32(repr(self.state_dict()).encode()) >> 1
 
 
 def _own(value: Any) -> Any:

@@ -9,11 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 SPARE = 1.5
-"""How many times as many entries a region has room for as it would get if all regions got as many.
-
-When the bounds have settled, a worker's own parts still differ by a third, however many entries they have. What has no room
-waits in the residual.
-"""
+"""How many times as many entries a region has room for as if all got as many. Settled ones still differ by a third."""
 _LEAST_GAIN = 0.02
 
 
