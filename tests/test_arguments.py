@@ -103,6 +103,11 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (Clip, {"norm": 1.0, "scope": "bucket"}, "scope must be one of 'layer', 'model', got 'bucket'"),
     (Pairs, {"values": "bfloat16"}, "values must be 'float32' or 'packed', got 'bfloat16'"),
     (Pairs, {"values": "float64"}, "values must be 'float32' or 'packed', got 'float64'"),
+    *(
+        (Hierarchical, {"workers_per_host": number}, f"workers_per_host must be an int >= 2 or None, got {number!r}")
+        for number in (1, True, "yes", 2.0)
+    ),
+    (Hierarchical, {"between": "packed"}, "between must be Pairs, such as Pairs('packed'), got 'packed'"),
     (topk, {"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
     (
         topk,

@@ -127,16 +127,3 @@ def test_what_is_not_a_grid_is_refused(groups: str) -> None:
         ValueError, match=r"Hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
     ):
         pipelines_of(ORACLE, groups, compressors.TopK(0.1, warmup=None, **SETTINGS))
-
-
-@pytest.mark.parametrize(
-    ("number", "error"), [(1, ValueError), (True, ValueError), ("yes", TypeError), (2.0, TypeError)]
-)
-def test_what_is_no_number_of_workers_is_refused(number: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"workers_per_host must be an int >= 2 or None, got {number!r}"):
-        Hierarchical(number)
-
-
-def test_what_travels_between_hosts_must_be_pairs() -> None:
-    with pytest.raises(TypeError, match=r"between must be Pairs, such as Pairs\('packed'\), got 'packed'"):
-        Hierarchical(between="packed")  # type: ignore[arg-type]
