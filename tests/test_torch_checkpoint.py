@@ -132,7 +132,11 @@ def _stubborn(objects: dict[str, Any]) -> None:
     objects["last"].state = {"a": 2}
 
 
-@pytest.mark.parametrize("change", [_wider, _other_groups, _stubborn])
+def _unknown(objects: dict[str, Any]) -> None:
+    objects["other"] = Stubborn()
+
+
+@pytest.mark.parametrize("change", [_wider, _other_groups, _stubborn, _unknown])
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, change: Any) -> None:
     torch.manual_seed(0)
     save_checkpoint(tmp_path, 5, **training(), last=Stubborn())
