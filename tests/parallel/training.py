@@ -31,8 +31,12 @@ from .common import (
 from .scenario import GLOO_2, MPI, MPI_2, MPI_4, MPI_5, scenario
 
 
+# Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
 @scenario(
+    GLOO_2,
     MPI_2,
+    MPI_4,
+    MPI_5,
     cases={
         name: (make, granularity)
         for (name, make), granularity in zip(COMPRESSORS.items(), cycle(("layer", BUCKET_BYTES, "model")), strict=False)
@@ -51,22 +55,6 @@ def replicas_stay_identical(make: MakeCompression, granularity: str | int) -> No
     residuals = digest(compression.state_dict()["residuals"].values())
     if compression.ratio < 1.0:
         assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
-
-
-_EVERYWHERE = {
-    "TopK": "layer",
-    "SIDCo": BUCKET_BYTES,
-    "SIDCo-gamma": "model",
-    "MiCRO": BUCKET_BYTES,
-    "TopK-union": "model",
-    "SIDCo-balanced": BUCKET_BYTES,
-}
-
-
-# Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
-@scenario(GLOO_2, MPI_4, MPI_5, cases={name: (COMPRESSORS[name], where) for name, where in _EVERYWHERE.items()})
-def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str | int) -> None:
-    replicas_stay_identical(make, granularity)
 
 
 @scenario(MPI_2)
