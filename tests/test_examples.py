@@ -23,20 +23,7 @@ EPOCH_FIELDS = {"event", "epoch", "step", "loss", "bytes_per_step", "step_second
 
 TINY = ["--epochs", "2", "--epoch-steps", "3", "--batch-size", "2", "--context", "16"]
 TINY += ["--width", "32", "--layers", "1", "--bytes", "200000"]
-TINY_CHARLM = [*TINY, "--heads", "2"]
 TINY_GPT2 = ["--batch-size", "4", "--context", "32", "--ratio", "0.01", "--lr", "0.01", "--local-steps"]
-
-
-@pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module `examples/common.py`."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("common")
-
-
-def parsed(common: Any, *options: str) -> Any:
-    """The options of an example with these on its command line."""
-    return common.make_parser("", epochs=1, batch_size=1, lr=0.1, ratio=0.01).parse_args(options)
 
 
 def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str, Any]]:
@@ -49,18 +36,6 @@ def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str,
 def needs(module: str) -> pytest.MarkDecorator:
     """Skip where a framework is not installed; without importing it, since a process loads only one."""
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-def test_sharded_replicas_learn_what_dense_ones_do(tmp_path: Path) -> None:
-    """Where all is sent, by FSDP or by us, losses are DDP's. The example fails unless replicas are the same, bit by bit."""
-    losses = []
-    for number, (hook, compression) in enumerate([("fp32", "none"), ("HSDP", "none"), ("HSDP", "noop")]):
-        options = ["torch_charlm", hook, *TINY_CHARLM, "--compression", compression, "--momentum", "0"]
-        lines = run(Launch("mpirun", 4), "../studies/loss_ddp.py", tmp_path / str(number), *options)
-        losses.append([line["bits_per_character"] for line in lines if line["event"] == "epoch"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parallel
@@ -93,7 +68,7 @@ def test_digits_on_two_workers(script: str, compression: str, ratio: float, most
 @pytest.mark.parametrize(
     ("launch", "script", "options", "parameters"),
     [
-        (TWO_WORKERS, "torch_charlm.py", TINY_CHARLM, 21_600),
+        (TWO_WORKERS, "torch_charlm.py", [*TINY, "--heads", "2"], 21_600),
         (Launch("horovodrun", 2), "torch_lstm.py", TINY, 12_672),
     ],
     ids=str,
@@ -111,16 +86,17 @@ def test_character_models_on_two_workers(
     assert end["event"] == "end"
 
 
-def test_every_compression_can_be_made(common: Any) -> None:
-    layers = ["--granularity", "layer"]
-    made = {
-        name: common.make_compression(parsed(common, "--compression", name, *layers), hvd)
-        for name in common.COMPRESSIONS
-    }
+def test_every_compression_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    common: Any = import_module("common")
+    parser, made = common.make_parser("", epochs=1, batch_size=1, lr=0.1, ratio=0.01), {}
+    for name in common.COMPRESSIONS:
+        options = parser.parse_args(["--compression", name, "--granularity", "layer"])
+        made[name] = common.make_compression(options, hvd)
     sparse = {name: compression for name, compression in made.items() if name not in ("none", "fp16")}
     assert len({type(compression) for compression in sparse.values()}) == len(COMPRESSORS)
     assert all(compression.granularity == "layer" and compression.residual for compression in sparse.values())
-    default = parsed(common)
+    default = parser.parse_args([])
     assert [name for name in made if common.optimizer_momentum(made[name], default) == 0.0] == ["dgc"]
 
 
