@@ -34,10 +34,3 @@ def test_what_is_no_optimizer_is_refused(module: str, optimizer: Any, compressio
         TypeError, match=r"optimizer must be a Keras optimizer, such as keras.optimizers.SGD\(0.1\), got "
     ):
         importlib.import_module(module).DistributedOptimizer(optimizer, compression=compression)
-
-
-def test_an_optimizer_of_another_keras_is_refused_with_a_compressor() -> None:
-    methods = {"from_config": classmethod(lambda cls, config: cls(**config)), "get_config": lambda self: {}}
-    legacy = type("SGD", (), methods)()
-    with pytest.raises(ValueError, match=r"optimizer must be one of Keras 3 with a sparsifier, got .*SGD"):
-        horovod.tensorflow.DistributedOptimizer(legacy, compression=TopK(0.1, warmup=None))

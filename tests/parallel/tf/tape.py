@@ -108,8 +108,8 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
     return {name: tf.constant(array) for name, array in arrays.items()}
 
 
-def assert_lockstep(compression: Any, steps: int) -> SparseAllreduce:
-    """Eager and in a function that is traced once it gives what NumPy gives, to the last bit. The NumPy path is returned."""
+def assert_lockstep(compression: Any, steps: int) -> None:
+    """Eager and in a function that is traced once it gives what NumPy gives, to the last bit."""
     expect = oracle(compression)
     weights = variables(SHAPES)
     function, kept = graph_reducer(compression, weights), []
@@ -127,24 +127,20 @@ def assert_lockstep(compression: Any, steps: int) -> SparseAllreduce:
         np.testing.assert_equal(got, expected, "memory was used again too early")
     assert function.experimental_get_tracing_count() == 1
     assert compression.stats().steps == steps
-    return expect
+    theirs, mine = expect.stats().mean.total, compression.stats().mean.total
+    assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent) and mine.bytes_sent > 0
 
 
 # The oracle needs MPI.
 @scenario(TF_2, TF_4, cases={name: (make,) for name, make in (COMPRESSORS | POLICIES).items()})
 def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
-    compression = make(**SETTINGS)
-    expect = assert_lockstep(compression, 8)
-    theirs, mine = expect.stats().mean.total, compression.stats().mean.total
-    assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent)
+    assert_lockstep(make(**SETTINGS), 8)
 
 
 @scenario(TF_4, quick=False)
 def hosts_give_what_numpy_gives() -> None:
     # Two consecutive workers stand for a host.
-    compression = SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS)
-    expect = assert_lockstep(compression, 6)
-    assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
+    assert_lockstep(SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS), 6)
 
 
 @scenario(TF_SETS_4, quick=False)
@@ -359,15 +355,11 @@ def compressors_of_one_rank_alone_do_not_matter() -> None:
     assert_lockstep(TopK(0.05, warmup=None, **SETTINGS), 2)
     mine, others = TopK(0.05, warmup=None), TopK(0.05, warmup=None)
     reduce(mine, weights, gradients_of(0))
-    message = raised(ValueError, lambda: reduce(others, weights, gradients_of(0)) if hvd.rank() else _joining(mine))
+    # On rank 0 a variable joins that the compression has not seen.
+    joining = mine, variables({"joining": (400,)}), {"joining": np.ones(400, np.float32)}
+    message = raised(ValueError, lambda: reduce(*((others, weights, gradients_of(0)) if hvd.rank() else joining)))
     assert "'optimizer'" in message, message
     assert_lockstep(TopK(0.05, warmup=None, **SETTINGS), 2)
-
-
-def _joining(compression: Any) -> None:
-    """A variable that a compression has not seen."""
-    weights = variables({"joining": (400,)})
-    reduce(compression, weights, {"joining": np.ones(400, np.float32)})
 
 
 @scenario(TF_2, cases={"eager": (False,), "graph": (True,)})
@@ -393,13 +385,13 @@ def an_optimizer_that_the_tape_does_not_see_causes_one_warning(graph: bool) -> N
     assert not unseen(keras.optimizers.SGD(0.1, momentum=0.9), momentum=None)
 
 
-def _all_dense(**settings: Any) -> Any:
-    """There is no residual, but momentum."""
-    return TopK(0.05, momentum=MomentumCorrection(0.9), exclude=["*"], warmup=None, **settings)
-
-
 @scenario(
-    TF_2, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")} | {"dense": (_all_dense,)}
+    TF_2,
+    cases={
+        **{name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")},
+        # There is no residual, but momentum.
+        "dense": (partial(TopK, 0.05, momentum=MomentumCorrection(0.9), exclude=["*"], warmup=None),),
+    },
 )
 def training_goes_on_from_a_state(make: MakeCompression) -> None:
     compression, weights = make(**SETTINGS), variables(SHAPES)
@@ -457,9 +449,8 @@ def all_buckets_are_begun_before_any_is_waited_for() -> None:
                 left += [tensor.op for tensor in one.inputs] + list(one.control_inputs)
         return False
 
-    assert sum(not waits_for_a_collective(op) for op in calls) == 1 + 4, (
-        "one call starts the step, one begins each bucket"
-    )
+    # One call starts the step, one begins each bucket.
+    assert sum(not waits_for_a_collective(op) for op in calls) == 1 + 4
 
 
 @scenario(TF_2)
