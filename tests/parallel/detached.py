@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,19 +108,6 @@ def others_see_the_parameters_themselves() -> Pulled:
     return bowl
 
 
-def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) -> Pulled:
-    bowl = Pulled()
-    model, optimizer = distributed(bowl, make(bowl.parameters()), TopK(0.1, warmup=None, **settings))
-    for step in range(3):
-        optimizer.zero_grad()
-        before = digest(bowl.parameters())
-        loss = model(_points(step))
-        assert digest(bowl.parameters()) == before
-        loss.backward()
-        optimizer.step()
-    return bowl
-
-
 class Bounded(Pulled):
     def forward(self, points: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
@@ -128,14 +116,16 @@ class Bounded(Pulled):
         return super().forward(points)
 
 
-def a_model_may_write_to_its_parameters(make: Any = torch.optim.SGD) -> Pulled:
-    """What it writes is written to moved parameters, so that it is no value to keep."""
-    bowl = Bounded()
-    model, optimizer = distributed(bowl, make(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+def nothing_has_moved(cls: type[Pulled], make: Any = torch.optim.SGD, **settings: Any) -> Pulled:
+    """After a forward pass, where it is off; after backward, whatever a model writes to its parameters: they are moved then."""
+    bowl = cls()
+    model, optimizer = distributed(bowl, make(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None, **settings))
     for step in range(4):
         optimizer.zero_grad()
         before = digest(bowl.parameters())
-        model(_points(step)).backward()
+        loss = model(_points(step))
+        assert cls is Bounded or digest(bowl.parameters()) == before
+        loss.backward()
         assert digest(bowl.parameters()) == before
         optimizer.step()
     return bowl
@@ -178,6 +168,7 @@ def it_ends_where_gradients_are_changed(change: Callable[[Pulled], object]) -> P
 
 
 GRADIENTS, ENDS = gradients_are_those_of_moved_parameters, it_ends_where_gradients_are_changed
+OFF = partial(nothing_has_moved, Pulled)
 LAWS: dict[str, tuple[Any, ...]] = {
     "gradients": (GRADIENTS, {}),
     "gradients, 0.75": (GRADIENTS, {"detached": 0.75}),
@@ -190,14 +181,14 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "gradients, closure and updates": (GRADIENTS, {"updates": True}, 0.0, True),
     "gradients, momentum": (GRADIENTS, {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"}),
     "others": (others_see_the_parameters_themselves,),
-    "written": (a_model_may_write_to_its_parameters,),
-    "written, AdamW": (a_model_may_write_to_its_parameters, torch.optim.AdamW),
+    "written": (nothing_has_moved, Bounded),
+    "written, AdamW": (nothing_has_moved, Bounded, torch.optim.AdamW),
     "loaded": (what_is_loaded_after_an_interrupted_pass_stays,),
-    "off, 0": (none_where_it_is_off, {"detached": 0.0}),
-    "off, balanced": (none_where_it_is_off, {"exchange": Balanced()}),
-    "off, residual": (none_where_it_is_off, {"residual": False}),
-    "off, propagate": (none_where_it_is_off, {"not_finite": "propagate"}),
-    "off, another optimizer than SGD": (none_where_it_is_off, {}, torch.optim.ASGD),
+    "off, 0": (partial(OFF, detached=0.0),),
+    "off, balanced": (partial(OFF, exchange=Balanced()),),
+    "off, residual": (partial(OFF, residual=False),),
+    "off, propagate": (partial(OFF, not_finite="propagate"),),
+    "off, another optimizer than SGD": (OFF, torch.optim.ASGD),
     "ends, clipping": (ENDS, lambda bowl: nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)),
     "ends, scaling by hand": (ENDS, lambda bowl: [one.grad.data.div_(1024) for one in bowl.parameters()]),
 }
