@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -158,6 +159,11 @@ def gradients(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
         "two-scales": lambda: rng.laplace(size=size) * np.where(np.arange(size) < size // 10, 10.0, 0.1),
     }
     return samples[kind]().astype(np.float32)
+
+
+def gradients_of(shapes: Mapping[str, Sequence[int]], rng: np.random.Generator) -> dict[str, Any]:
+    """Laplace gradients of parameters with these shapes."""
+    return {name: gradients("laplace", math.prod(shape), rng).reshape(shape) for name, shape in shapes.items()}
 
 
 KINDS = ("laplace", "gaussian", "gamma", "student", "pareto", "mostly-zero", "two-scales")

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from stairs import Halving
-from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients, gradients_of
 
 from horovod_sparse.core.pipeline import Pipeline
 
@@ -138,13 +138,7 @@ SHAPES = {"a": (40, 30), "b": (17,), "c": (900,), "d": (1,)}
 
 
 def _several(world: int, steps: int, rng: np.random.Generator) -> list[Given]:
-    return [
-        [
-            {name: gradients("laplace", int(np.prod(shape)), rng).reshape(shape) for name, shape in SHAPES.items()}
-            for _ in range(world)
-        ]
-        for _ in range(steps)
-    ]
+    return [[gradients_of(SHAPES, rng) for _ in range(world)] for _ in range(steps)]
 
 
 def _degenerate(row: Row) -> Iterator[Case]:

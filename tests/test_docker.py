@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from process import ROOT
 
 import horovod_sparse
 from horovod_sparse import kernels
 
 yaml = pytest.importorskip("yaml")
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_one_version_everywhere() -> None:

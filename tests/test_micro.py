@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import make_pipelines, take_step
-from table import BACKENDS, gradients
+from table import ORACLE, gradients
 
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.micro import MiCRO, MiCROState
@@ -18,12 +18,10 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation.controllers import next_threshold
 from horovod_sparse.numpy.ops import NumpyOps
 
-NUMPY = BACKENDS[0]
-
 
 def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.ndarray:
     """One step of all workers, each with a gradient of its own; the indices that were sent."""
-    parts = take_step(NUMPY, pipelines, [{"p": gradient()} for _ in pipelines])[0]["p"]
+    parts = take_step(ORACLE, pipelines, [{"p": gradient()} for _ in pipelines])[0]["p"]
     assert parts is not None
     return parts[0][0]
 
@@ -46,7 +44,7 @@ def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
     """Within 3 % of k after 200 steps."""
     world, size = 4, 20_000
     compressor = MiCRO(ratio, warmup=None)
-    pipelines = make_pipelines(NUMPY, compressor, {"p": (size,)}, world)
+    pipelines = make_pipelines(ORACLE, compressor, {"p": (size,)}, world)
     rng = np.random.default_rng(1)
     counts = [step(pipelines, lambda: gradients("laplace", size, rng) * np.float32(scale)).size for _ in range(400)]
     assert np.mean(counts[200:]) == pytest.approx(ratio * size, rel=0.03)
@@ -66,7 +64,7 @@ def test_two_sided_scaling() -> None:
 def test_a_threshold_that_is_far_too_low_starts_again() -> None:
     """After gradients of almost only zeros the threshold has no floor to stand on."""
     compressor = MiCRO(0.1, warmup=None)
-    pipelines = make_pipelines(NUMPY, compressor, {"p": (2000,)}, workers=2)
+    pipelines = make_pipelines(ORACLE, compressor, {"p": (2000,)}, workers=2)
     rng = np.random.default_rng(3)
     counts = []
     for kind, steps in (("laplace", 20), ("mostly-zero", 180), ("laplace", 60)):
@@ -79,7 +77,7 @@ def test_a_threshold_that_is_far_too_low_starts_again() -> None:
 def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: Any) -> None:
     """Every worker sends one entry at least, so the count is above k for ever."""
     compressor = MiCRO(0.001, scaling=scaling, warmup=None)
-    pipelines = make_pipelines(NUMPY, compressor, {"p": (900,)}, workers=4)
+    pipelines = make_pipelines(ORACLE, compressor, {"p": (900,)}, workers=4)
     rng = np.random.default_rng(4)
     for _ in range(3000):
         step(pipelines, lambda: gradients("laplace", 900, rng))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from table import gradients
+from table import gradients_of
 from virtual_mpi import Comm, run
 
 from horovod_sparse import kernels
@@ -29,11 +29,8 @@ SHAPES = {"weight": (30, 40), "kernel": (500,), "bias": (7,)}
 
 
 def local(step: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(step)
-    return {
-        name: gradients("laplace", int(np.prod(shape)), rng).reshape(shape).astype(dtype)
-        for name, shape in SHAPES.items()
-    }
+    drawn = gradients_of(SHAPES, np.random.default_rng(step))
+    return {name: gradient.astype(dtype) for name, gradient in drawn.items()}
 
 
 def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:

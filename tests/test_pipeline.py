@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from driver import make_pipeline, make_pipelines, send, take_step
-from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
 
 from horovod_sparse.compressors import DGC, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
@@ -33,9 +33,7 @@ def pipeline_of(backend: Backend, compressor: Any) -> Pipeline:
 
 
 def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    given = {name: gradients("laplace", math.prod(shape), rng).reshape(shape) for name, shape in SHAPES.items()}
-    take_step(backend, [pipeline], [given])
+    take_step(backend, [pipeline], [gradients_of(SHAPES, np.random.default_rng(seed))])
 
 
 def _changed(state: Any, part: str, **changed: Any) -> Any:
@@ -124,11 +122,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, damage
 
 @pytest.mark.parametrize("row", COMPRESSORS, ids=str)
 def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
-    backend = BACKENDS[0]
-    pipeline = make_pipeline(backend, row.make(0.1), {"p": (300,)})
+    pipeline = make_pipeline(ORACLE, row.make(0.1), {"p": (300,)})
     rng = np.random.default_rng(0)
     for _ in range(3):
-        send(backend, pipeline, gradients("laplace", 300, rng))
+        send(ORACLE, pipeline, gradients("laplace", 300, rng))
     state = pipeline.state_dict()
     for name, value in state["adaptive"]["p"].items():
         for damaged in (math.nan, -math.inf, None, "text", [None]) if not isinstance(value, list) else (None, [None]):
@@ -139,8 +136,7 @@ def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
 
 @pytest.mark.parametrize(("slack", "first"), [(60.0, 100), (1.0, 5)], ids=["some have no room", "most have no room"])
 def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
-    backend = BACKENDS[0]
-    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, slack=slack), {"p": (1000,)})
+    pipeline = make_pipeline(ORACLE, Threshold(0.1, ratio=0.01, slack=slack), {"p": (1000,)})
     rng = np.random.default_rng(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -148,10 +144,10 @@ def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
         for _ in range(2):
             pipeline.reset()
             for _ in range(first - 1):
-                send(backend, pipeline, gradients("laplace", 1000, rng))
+                send(ORACLE, pipeline, gradients("laplace", 1000, rng))
         assert not caught
         for _ in range(50):
-            send(backend, pipeline, gradients("laplace", 1000, rng))
+            send(ORACLE, pipeline, gradients("laplace", 1000, rng))
     assert len(caught) == 1
     said = str(caught[0].message)
     assert f"for {first} steps more entries of bucket 'p' qualified than its message has room for" in said
@@ -314,6 +310,6 @@ def test_an_exchange_that_sends_more_than_dense_is_warned_of(
     compressor = TopK(0.1, **{"warmup": None, **settings})
     hosts = isinstance(settings.get("exchange"), Hierarchical)
     groups = [str(position // 4) for position in range(world)] if hosts else []
-    log_start(make_pipeline(BACKENDS[0], compressor, {"p": (100, 100)}, world=world, groups=groups), "none")
+    log_start(make_pipeline(ORACLE, compressor, {"p": (100, 100)}, world=world, groups=groups), "none")
     told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
     assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])

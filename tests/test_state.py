@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from driver import make_pipeline, send, take_step
-from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
 
 from horovod_sparse.compressors import SIDCo, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
@@ -19,7 +19,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.store import Store
 
-PAIRS = list(itertools.pairwise([*BACKENDS, BACKENDS[0]]))
+PAIRS = list(itertools.pairwise([*BACKENDS, ORACLE]))
 """Each backend takes over from one and hands over to one."""
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
 """With velocities, an adaptive state with lists, and a threshold; `test_backends` sees that all save the same, for all."""
@@ -43,7 +43,6 @@ def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Ba
         np.testing.assert_array_equal(got.values, expected.values)
 
 
-BACKEND = BACKENDS[0]
 SHAPES = {"p": (600,), "q": (500,)}
 
 
@@ -52,23 +51,22 @@ def serve(compressor: Compressor, *names: str) -> Store:
     store = Store()
     store.compressor, store.active = compressor, True
     if names:
-        store.pipeline = make_pipeline(BACKEND, compressor, {name: SHAPES[name] for name in names})
+        store.pipeline = make_pipeline(ORACLE, compressor, {name: SHAPES[name] for name in names})
     return store
 
 
 def given(step: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(step)
-    return {name: gradients("laplace", shape[0], rng) for name, shape in SHAPES.items()}
+    return gradients_of(SHAPES, np.random.default_rng(step))
 
 
 def steps(compressor: Compressor, pipeline: Pipeline, first: int, last: int) -> list[Any]:
     """What is sent of each parameter in some steps."""
     rates = [0.1 * 0.8**step if compressor.lr_in_residual else None for step in range(last)]
-    return [take_step(BACKEND, [pipeline], [given(step)], rates[step]) for step in range(first, last)]
+    return [take_step(ORACLE, [pipeline], [given(step)], rates[step]) for step in range(first, last)]
 
 
 def trained(compressor: Compressor) -> Pipeline:
-    pipeline = make_pipeline(BACKEND, compressor, SHAPES)
+    pipeline = make_pipeline(ORACLE, compressor, SHAPES)
     steps(compressor, pipeline, 0, 3)
     return pipeline
 
@@ -85,7 +83,7 @@ def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_i
     store.rescale(0.25)
     one.rescale(0.25)
     assert repr({**store.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
-    other = make_pipeline(BACKEND, store.compressor, SHAPES)
+    other = make_pipeline(ORACLE, store.compressor, SHAPES)
     other.load_state_dict(store.state_dict())
     np.testing.assert_equal(steps(make(), other, 3, 6), steps(make(), one, 3, 6))
 
@@ -153,7 +151,7 @@ def test_copies_of_a_state_share_nothing_with_it() -> None:
 def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
     saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
     assert saved.pipeline is not None
-    take_step(BACKEND, [saved.pipeline], [given(0)], 0.5)
+    take_step(ORACLE, [saved.pipeline], [given(0)], 0.5)
     state = saved.state_dict()
     other = serve(TopK(0.1, warmup=None), "p", "q")
     before = other.state_dict()

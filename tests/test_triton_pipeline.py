@@ -12,7 +12,7 @@ import test_laws as laws
 import test_pipeline
 import torch
 from driver import make_pipeline
-from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients, gradients_of
 from test_backends import Case, assert_same, observe
 
 from horovod_sparse.compressors.base import Compressor
@@ -84,13 +84,7 @@ SHAPES = {"a": (12, 20), "b": (100,), "c": (77,)}
 def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
     """Two workers, several parameters, one of them without a gradient in a step, and one gradient that is not finite."""
     rng, row = np.random.default_rng(0), next(row for row in ROWS if row.name == name)
-    steps: list[Any] = [
-        [
-            {one: gradients("laplace", int(np.prod(shape)), rng).reshape(shape) for one, shape in SHAPES.items()}
-            for _ in range(2)
-        ]
-        for _ in range(5)
-    ]
+    steps: list[Any] = [[gradients_of(SHAPES, rng) for _ in range(2)] for _ in range(5)]
     for of_worker in steps[2]:
         of_worker["c"] = None
     for of_worker in steps[1]:
