@@ -25,10 +25,6 @@ def _late(position: int) -> Tensor:
     return gradient
 
 
-def _sparse() -> Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 8), (40, 8), check_invariants=True)
-
-
 GRADIENTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": _gradient,
     "float16": lambda: _gradient(torch.float16),
@@ -45,7 +41,7 @@ GRADIENTS: dict[str, Callable[[], Tensor]] = {
     "first_entry": lambda: _late(0),
     "late_entry": lambda: _late(123_457),
     "last_entry": lambda: _late(199_999),
-    "sparse": _sparse,
+    "sparse": lambda: torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 8), (40, 8), check_invariants=True),
 }
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "in_place": lambda gradient: gradient.mul_(0.5),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed import is_torchelastic_launched
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 import horovod_sparse.torch as adapter
 from horovod_sparse.core.pipeline import Pipeline
@@ -47,22 +46,6 @@ def small_model(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Sequent
     torch.manual_seed(seed)
     layers = [nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(64, 10)).to(dtype)
-
-
-class Wrapper(Tensor):
-    """A tensor around another one, without memory of its own, as a DTensor is."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.held = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, function(*args, **kwargs))
 
 
 def overflowing() -> Any:

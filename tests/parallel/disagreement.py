@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from functools import partial
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
@@ -15,20 +15,16 @@ import horovod_sparse
 from horovod_sparse.torch import TopK, reducer
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, raised, small_model, train, wrap
-from .scenario import EVERYWHERE, PAIR, scenario
+from .scenario import EVERYWHERE, PAIR, scenario, warned
 
 
 @scenario(*PAIR)
 def another_release_raises_on_all() -> None:
-    describe = reducer.description
-    if hvd.rank() == 1:
-        reducer.description = lambda *arguments: {**describe(*arguments), "release": "0.0.9"}
-    try:
+    describe, release = reducer.description, "0.0.9" if hvd.rank() == 1 else horovod_sparse.__version__
+    with patch.object(reducer, "description", lambda *arguments: {**describe(*arguments), "release": release}):
         model = small_model()
         optimizer = wrap(model, TopK(0.01, warmup=None))
         message = raised(ValueError, lambda: train(model, optimizer, range(1)))
-    finally:
-        reducer.description = describe
     assert "'release'" in message and "'0.0.9'" in message and repr(horovod_sparse.__version__) in message, message
     train(model, optimizer, range(2))
     assert_identical(model)
@@ -85,10 +81,7 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
         if hvd.rank() == 1:
             weight = model.get_parameter("4.weight")
             weight.data = weight.data.t().contiguous().t()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(model, wrap(model, TopK(0.01, warmup=None)), range(2))
-        texts = [str(warning.message) for warning in caught]
+        texts = warned(lambda model=model: train(model, wrap(model, TopK(0.01, warmup=None)), range(2)))
         assert len(texts) == len(names), texts
         for text, name in zip(texts, names, strict=True):
             assert f"8 of 8 parameters, such as {name!r}, have other values here than on worker" in text, text

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch import Tensor, nn
@@ -89,14 +90,9 @@ def a_step_that_raises_leaves_the_momentum_in_place() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     called, _ = distributed(model, optimizer, TopK(0.02))
-
-    def interrupt(*ignored: Any) -> None:
-        raise RuntimeError("interrupted")
-
     train(called, optimizer, range(2))
-    handle = optimizer.register_step_pre_hook(interrupt)
-    raised(RuntimeError, lambda: train(called, optimizer, [2]))
-    handle.remove()
+    with optimizer.register_step_pre_hook(Mock(side_effect=RuntimeError("interrupted"))):
+        raised(RuntimeError, lambda: train(called, optimizer, [2]))
     assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.1
     train(called, optimizer, range(3, 5))
     assert_identical(model)

@@ -6,15 +6,16 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from horovod_sparse.torch import TopK
 
 from .common import (
     COMPRESSORS,
-    Wrapper,
     assert_identical,
     assert_trains_as_one,
     everyone,
+    normals,
     raised,
     reduce,
     small_model,
@@ -72,13 +73,11 @@ class _Tied(nn.Module):
         return self.again(self.again(hidden).tanh()).square().mean()
 
 
-def _inputs(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
 @scenario(*PAIR)
 def shared_parameters_count_once() -> None:
-    _, compression = assert_trains_as_one(_Tied, lambda model, step, rank: model(_inputs(step, rank)))
+    _, compression = assert_trains_as_one(
+        _Tied, lambda model, step, rank: model(torch.from_numpy(normals((8, 30), step=step, rank=rank)))
+    )
     assert compression.state_dict()["residuals"].keys() == {"encode.weight", "decode.weight", "again.weight"}
 
 
@@ -98,8 +97,9 @@ def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
 def wrappers_without_memory_are_refused_by_name(name: str) -> None:
     """Compressed ones, and ones that are reduced dense; at the beginning, and later."""
     layer, optimizer = nn.Linear(100, 60), wrap(nn.Linear(100, 60), TopK(0.05, warmup=None))
-    setattr(layer, name, nn.Parameter(Wrapper(getattr(layer, name).detach())))
-    text = "must have its values in memory of its own, got a Wrapper"
+    values = getattr(layer, name).detach()
+    setattr(layer, name, nn.Parameter(TwoTensor(values, values.clone())))
+    text = "must have its values in memory of its own, got a TwoTensor"
     assert f"parameter '{name}' {text}" in raised(TypeError, lambda: wrap(layer, TopK(0.05, warmup=None)))
     late = {"params": [getattr(layer, name)]}
     assert f"parameter 'allreduce.noname.1.0' {text}" in raised(TypeError, lambda: optimizer.add_param_group(late))

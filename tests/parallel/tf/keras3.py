@@ -137,7 +137,7 @@ def a_training_loop_of_ones_own() -> None:
 # --- what is reduced ---
 
 
-def _adam() -> Any:
+def adam() -> Any:
     return keras.optimizers.Adam(0.01)
 
 
@@ -160,7 +160,7 @@ def _none() -> Any:
 
 
 # Adam divides by the size of the gradient, which may be next to nothing.
-CLOSE = {_adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
+CLOSE = {adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
 """Tolerances, relative and absolute."""
 
 
@@ -168,16 +168,16 @@ CLOSE = {_adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
     TF_2,
     TF_4,
     cases={
-        "none": (_none, _adam, {}),
-        "NoOp": (NoOp, _adam, {}),
-        "fp16": (lambda: hvd.Compression.fp16, _adam, {}),
-        "predivide": (_none, _adam, {"gradient_predivide_factor": 2.0}),
-        "NoOp-predivide": (NoOp, _adam, {"gradient_predivide_factor": 2.0}),
+        "none": (_none, adam, {}),
+        "NoOp": (NoOp, adam, {}),
+        "fp16": (lambda: hvd.Compression.fp16, adam, {}),
+        "predivide": (_none, adam, {"gradient_predivide_factor": 2.0}),
+        "NoOp-predivide": (NoOp, adam, {"gradient_predivide_factor": 2.0}),
         "sum": (_none, _sgd, {"op": ours.Sum}),
         "NoOp-sum": (NoOp, _sgd, {"op": ours.Sum}),
-        "groups": (_none, _adam, {"groups": 2}),
-        "NoOp-groups": (lambda: NoOp(), _adam, {"groups": 2}),
-        "num_groups": (_none, _adam, {"num_groups": 2}),
+        "groups": (_none, adam, {"groups": 2}),
+        "NoOp-groups": (lambda: NoOp(), adam, {"groups": 2}),
+        "num_groups": (_none, adam, {"num_groups": 2}),
         "groups of variables": (_none, _sgd, {"groups": _groups}),
         "NoOp-groups of variables": (lambda: NoOp(), _sgd, {"groups": _groups}),
         "NoOp-clipped afterwards": (NoOp, _clipped, {}),
@@ -289,7 +289,7 @@ def several_passes_are_one_step(make: MakeCompression, average: bool, eager: boo
 @scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.1),)})
 def an_optimizer_that_is_not_built_adds_up_passes_in_a_function(make: MakeCompression) -> None:
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(_adam(), compression=make(), backward_passes_per_step=2)
+    optimizer = hvd.DistributedOptimizer(adam(), compression=make(), backward_passes_per_step=2)
 
     @tf.function
     def step(inputs: Any, labels: Any) -> None:
@@ -466,7 +466,7 @@ def saved_models_know_nothing_of_horovod() -> None:
 @scenario(TF_2, TF_4)
 def the_callback_makes_replicas_identical() -> None:
     for local in (0, 1):
-        optimizer = hvd.DistributedOptimizer(_adam(), compression=SIDCo(0.01, updates=False))
+        optimizer = hvd.DistributedOptimizer(adam(), compression=SIDCo(0.01, updates=False))
         model = compiled(optimizer, seed=hvd.rank())
         model.optimizer.learning_rate = 0.01 * (1 + hvd.rank())
         weights = [layer.kernel for layer in model.layers][:local]
@@ -513,15 +513,15 @@ def optimizers_that_are_refused() -> None:
     for optimizer, compression, text in (
         (sgd(0.1, momentum=0.9), DGC(0.01, momentum=0.9), "momentum=0.9"),
         (scaled, DGC(0.01, momentum=0.9), "momentum=0.9"),
-        (_adam(), TopK(0.1, clip=1.0), "compression must have clip=None"),
-        (_adam(), TopK(0.1, momentum=0.9), "compression must have momentum=None"),
+        (adam(), TopK(0.1, clip=1.0), "compression must have clip=None"),
+        (adam(), TopK(0.1, momentum=0.9), "compression must have momentum=None"),
     ):
         error = raised(ValueError, partial(wrap, optimizer, compression=compression))
         assert text in error, error
-    adam = keras.optimizers.LossScaleOptimizer(_adam())
-    messages = warned(lambda: wrap(adam, compression=TopK(0.01, updates=False)))
+    around = keras.optimizers.LossScaleOptimizer(adam())
+    messages = warned(lambda: wrap(around, compression=TopK(0.01, updates=False)))
     assert any("train worse with Adam" in message for message in messages), messages
-    assert warned(lambda: wrap(_adam(), compression=NoOp())) == []
+    assert warned(lambda: wrap(adam(), compression=NoOp())) == []
     assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01, warmup=None))) == []
 
     used = TopK(0.01, warmup=None)
