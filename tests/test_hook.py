@@ -216,10 +216,8 @@ def test_a_dtensor_is_refused_by_name(serve: Any) -> None:
 def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
     """DDP itself does not go on after it."""
     layers = nn.Sequential(nn.Linear(20, 300), nn.Linear(300, 30))
-    model, compression = (
-        DistributedDataParallel(layers, bucket_cap_mb=0.001),
-        TopK(0.1, min_numel=0, granularity=1000, warmup=None),
-    )
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.001)
+    compression = TopK(0.1, min_numel=0, granularity=1000, warmup=None)
     register(model, compression)
     backward(model)
     saved = compression.state_dict()

@@ -449,9 +449,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def memory_has_come_back(self) -> None:
         """All but what every bucket holds for the entries that it will note, and for their indices."""
-        assert self.pools[1].lent() <= 2 * sum(
-            len(pipeline.buckets) for world in self.all for pipeline in world.pipelines
-        )
+        buckets = sum(len(pipeline.buckets) for world in self.all for pipeline in world.pipelines)
+        assert self.pools[1].lent() <= 2 * buckets
 
     @invariant()
     def the_twin_is_alike(self) -> None:

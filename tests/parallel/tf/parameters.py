@@ -33,10 +33,8 @@ def nothing_is_lost_of_any_kind_of_variable(kinds: dict[str, Kind]) -> None:
             reduced = reduce(compression, weights, mine, op=hvd.Sum)
             for name, theirs in given.items():
                 theirs += sum(one[name] for one in everyone(mine))
-                assert (reduced[name].shape, reduced[name].dtype) == (
-                    kinds[name][0],
-                    weights[name].dtype.as_numpy_dtype,
-                )
+                assert reduced[name].shape == kinds[name][0]
+                assert reduced[name].dtype == weights[name].dtype.as_numpy_dtype
                 sent[name] += reduced[name].astype(np.float64)
         kept = everyone({name: one.astype(np.float64) for name, one in compression.state_dict()["residuals"].items()})
         for name in kinds:
