@@ -233,9 +233,9 @@ class Reducer(TensorReducer):
     @uncompiled
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce all gradients and leave the results in `.grad`. A second call without new gradients does nothing."""
+        """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         optimizer = self.optimizer
-        if optimizer._synchronized and not optimizer._handles:
+        if optimizer._synchronized and not optimizer._handles and any(one.grad is not None for one in self._reduced()):
             return
         if self.active:
             try:

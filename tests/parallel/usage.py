@@ -269,6 +269,23 @@ def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
     assert_identical(model)
 
 
+@scenario(*PAIR)
+def what_the_model_drops_after_synchronize_is_reduced_anew() -> None:
+    """Also on a rank that then has no gradient at all, for which the others would wait."""
+    model = small_model()
+    optimizer = wrap(model, TopK(0.05, warmup=None))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        model.zero_grad()
+        if hvd.rank() == 0:
+            loss_of(model, step).backward()
+        optimizer.step()
+        assert_identical(model)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 # --- NaN and infinity ---
 
 
