@@ -499,11 +499,17 @@ def what_does_not_fit_is_refused_by_name() -> None:
 
 
 @scenario(TORCHRUN_4)
-def a_scaler_is_refused() -> None:
-    scaler = torch.amp.GradScaler(DEVICE)
-    model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh_of(2))
-    scaler.scale(loss_of(model, 0)).backward()
-    assert "GradScaler" in raised(RuntimeError, lambda: scaler.step(optimizer))
+def a_scaler_is_refused_unless_there_is_one_replica() -> None:
+    for replicas in (2, 1):
+        scaler = torch.amp.GradScaler(DEVICE)
+        model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh_of(replicas))
+        before = digest(here(model))
+        scaler.scale(loss_of(model, 0)).backward()
+        if replicas > 1:
+            assert "GradScaler" in raised(RuntimeError, lambda step=scaler.step, one=optimizer: step(one))
+        else:
+            scaler.step(optimizer)
+        assert (digest(here(model)) == before) == (replicas > 1)
 
 
 @scenario(TORCHRUN_4)
