@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange_all, make_pipeline, take_step
+from driver import dense_sum, exchange_all, make_pipeline, take_step
 from table import BACKENDS, Backend, gradients
 
 from horovod_sparse.compressors import NoOp, Threshold, TopK
@@ -64,6 +64,20 @@ def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> No
         exchange_all(backend, [pipeline])
         pipeline.end_step()
         assert pipeline.buckets[0].state.threshold == pytest.approx(expected)
+
+
+@on_every_backend
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_what_is_added_is_the_velocity_or_nesterovs_form(backend: Backend, nesterov: bool) -> None:
+    """`U = m U + G`; U is added, or `G + m U`. All of it is sent in each step."""
+    correction, rng = MomentumCorrection(0.5, nesterov, masking=False), np.random.default_rng(4)
+    pipeline, velocity = make_pipeline(backend, NoOp(momentum=correction), {"p": (50,)}), np.zeros(50, np.float32)
+    for _ in range(3):
+        gradient = gradients("laplace", 50, rng)
+        velocity = velocity * np.float32(0.5) + gradient
+        (reduced,) = take_step(backend, [pipeline], [{"p": gradient}])
+        expected = gradient + np.float32(0.5) * velocity if nesterov else velocity
+        np.testing.assert_allclose(dense_sum(reduced["p"], 50), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_gradient_is_rounded_alike_at_rate_zero_and_at_any_other() -> None:
