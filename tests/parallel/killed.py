@@ -53,13 +53,13 @@ def report(what: str, residuals: dict[str, Tensor]) -> None:
             print(f"{what} {name} {float(total.sum()):.6f} {float(total.norm()):.6f}", flush=True)
 
 
-def killer(seed: int | None, start: int, rank: int, size: int) -> Callable[[int], None]:
+def killer(seed: int | None, start: int) -> Callable[[int], None]:
     """What begins a step. The rank that the seed chooses is killed soon after it has begun one of the first steps."""
     chosen = random.Random(seed)
-    victim, moment, seconds = chosen.randrange(size), start + chosen.randrange(FIRST), chosen.uniform(0.0, LONGEST)
+    victim, moment, seconds = chosen.randrange(hvd.size()), start + chosen.randrange(FIRST), chosen.uniform(0.0, LONGEST)
 
     def begin(step: int) -> None:
-        if seed is not None and (rank, step) == (victim, moment):
+        if seed is not None and (hvd.rank(), step) == (victim, moment):
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     return begin
@@ -76,7 +76,7 @@ def main(folder: Path, steps: int, seed: int | None) -> None:
     start = load_checkpoint(folder, **objects).step
     print(f"rank {hvd.rank()} of {hvd.size()} begins at step {start}", flush=True)
     report("loaded", residuals(trainings))
-    begin = killer(seed, start, hvd.rank(), hvd.size())
+    begin = killer(seed, start)
     for step in range(start, steps):
         begin(step)
         if step % EVERY == 0:
