@@ -59,6 +59,15 @@ def dyadic(rng: np.random.Generator, count: int, spread: Any = 1.0) -> list[np.n
     return [(np.round(rng.laplace(size=NUMEL) * 64 * spread) / 64).astype(np.float32) for _ in range(count)]
 
 
+@pytest.mark.parametrize(
+    ("k", "capacity", "world", "room"),
+    [(100, 100, 4, 38), (100, 125, 4, 38), (100, 1600, 4, 400), (2, 4, 2, 2), (1, 1, 64, 1), (96, 120, 1024, 1)],
+)
+def test_the_room_of_a_region(k: int, capacity: int, world: int, room: int) -> None:
+    """A large slack is kept. With a small one there is half as much again as each region gets if all get as many."""
+    assert regions.room(k, capacity, world) == room
+
+
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """The places of the largest magnitudes, ascending; among equals the lowest ones."""
     return np.sort(np.argsort(-np.abs(values), kind="stable")[:count])

@@ -19,7 +19,6 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.kernels.gpu import available
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
@@ -123,7 +122,3 @@ def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
     assert on_gpu(TopK(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
     assert selector_for(TopK(0.1), bucket.layout, bucket.buffer.double(), None) is None
-    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
-    assert available()
-    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")
-    assert not available()

@@ -34,14 +34,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.compressors.checks import check_fraction, check_integer, check_number
+from horovod_sparse.compressors.checks import check_fraction, check_integer, check_number, plain
 from horovod_sparse.core.agreement import Description, check_moves, compare, divides, refuse_detached
+from horovod_sparse.core.binding import check_kind
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.hook import check_compression
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, sums, wide
 from horovod_sparse.torch.transport import GroupReducer
@@ -122,8 +122,7 @@ class LocalUpdates:
 
     Raises:
         TypeError: the optimizer is Horovod's, the model is in `DistributedDataParallel`, the two are in the wrong order,
-            `compression` is not a compressor of this module, a parameter has no memory of its own, or a number of steps is
-            no int.
+            `compression` is not a compressor of this module, a parameter has no memory of its own, or a number is no int.
         ValueError: a number is not in its range, the optimizer has parameters that the model has not, or nothing connects
             the workers yet.
     """
@@ -148,9 +147,9 @@ class LocalUpdates:
         _check_arguments(optimizer, model)
         self.optimizer = optimizer
         self._model = model
-        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum, keep, overlap)
+        self.outer = Outer(*map(plain, (every, residual_decay, outer_lr, outer_momentum, keep, overlap)))
         self.compression = NoOp() if compression is None else compression
-        check_compression(self.compression)
+        check_kind(self.compression, TorchCompressor, "horovod_sparse.torch", stock=False)
         self.compression.check_free()
         check_moves(self.compression, "with local updates")
         refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
@@ -324,11 +323,11 @@ class LocalUpdates:
             if not parameter.requires_grad:
                 drift.zero_()
         moved = dict(zip(self._movement.parameters, drifts, strict=True))
-        values = sums(self._shared.values()) if self._unchecked else ["as it was"] * len(self._shared)
+        values = sums(self._shared.values()) if self._unchecked else []
         mine: Description = {
             "local updates": f"{number}, {self.outer}, grows={self._reducer.lengths.grow}",
             # All workers say so whenever one has loaded a state, so that nobody waits.
-            "shared parameters": [f"{name}: {bits}" for name, bits in zip(self._shared, values, strict=True)],
+            "shared parameters": [f"{name}: {bits}" for name, bits in zip(self._shared, values, strict=False)],
             "problem": str(problem),
             "step": str(self._reducer.exchanges),
         }

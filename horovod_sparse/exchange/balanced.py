@@ -17,7 +17,7 @@ class Balanced(Exchange):
 
     Each worker owns a region of the bucket. It adds what it receives to its own residual there, forwards about k/n of the
     largest sums, and keeps the others (`wire`, messages 5 and 6; after Ok-Topk, https://arxiv.org/abs/2201.07598). So each
-    worker sends up to 5 k numbers for any number n of workers, if n is much less than k.
+    worker sends up to 5 k numbers for any number n of workers, if n is much less than k and slack is 1.5 or less.
     """
 
     title = "balanced"

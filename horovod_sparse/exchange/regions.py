@@ -14,8 +14,8 @@ _LEAST_GAIN = 0.02
 
 
 def room(k: int, capacity: int, world: int) -> int:
-    """Return how many entries a rank can send to each region, of about k in all, and at most `capacity`."""
-    return min(capacity, math.ceil(SPARE * k / world))
+    """Return how many entries a rank can send to each region, of about k in all. Larger capacities make more room."""
+    return min(capacity, math.ceil(max(SPARE * k, capacity) / world))
 
 
 def forwarded(k: int, world: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -10,13 +11,13 @@ from torch import Tensor
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Selector
-from horovod_sparse.kernels import gpu
+from horovod_sparse.kernels import asked
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether there are kernels for a device: it is an NVIDIA GPU, and Triton is installed."""
-    if device.type != "cuda" or torch.version.cuda is None or not gpu.available():
+    """Return whether there are kernels for a device: it is an NVIDIA GPU, Triton is installed, and they are not turned off."""
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None or asked() == "off":
         return False
     # Triton compiles for no lower capability.
     return torch.cuda.get_device_capability(device) >= (7, 0)

@@ -84,7 +84,8 @@ class ShardedReducer(GroupReducer):
         Where updates are exchanged, gradients stay as they are.
         """
         self.restore_moved()
-        if self.updates is not None or self._synchronized:
+        there = self._synchronized and any(one.grad is not None for one in self._parts)
+        if there or self.updates is not None or not self.active:
             return
         self.reduce_all(lambda: self._of_all(self._gradients()))
         self._synchronized = True
@@ -163,14 +164,14 @@ def register_sharded(
     check_memory({local_part(parameter): name for parameter, name in names.items()})
     updates, _ = check_fit(compression, optimizer, names)
     reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
+    # As the optimizers of Horovod have it.
+    optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]
     if not reducer.active:
         return
     # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     reducer.serve(optimizer.step, names, updates=updates)
     replace_step(optimizer, reducer.step)
-    # As the optimizers of Horovod have it.
-    optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]
 
 
 def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:

@@ -38,7 +38,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
             gradients, or ranks have different settings or parameters.
         FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
     """
-    check_compression(state)
+    check_kind(state, TorchCompressor, "horovod_sparse.torch", stock=False)
     _check_bucket(bucket)
     store = state.store
     if not isinstance(store, DDPReducer):
@@ -80,7 +80,7 @@ def register(
             the model; FSDP itself exchanges between replicas.
         RuntimeError: the model already has a hook.
     """
-    check_compression(compression)
+    check_kind(compression, TorchCompressor, "horovod_sparse.torch", stock=False)
     if not isinstance(model, DistributedDataParallel):
         # It takes a second to import.
         from horovod_sparse.torch.fsdp import register_sharded
@@ -120,8 +120,3 @@ def _check_bucket(bucket: object) -> None:
                 "'ddp_optimizer'"
             )
         raise TypeError(f"comm_hook must get the buckets of DistributedDataParallel, got {type(bucket)}. {why}")
-
-
-def check_compression(compression: object) -> None:
-    """Raise TypeError unless `compression` is a compressor of this package for PyTorch."""
-    check_kind(compression, TorchCompressor, "horovod_sparse.torch", stock=False)

@@ -11,6 +11,9 @@ from torch import Tensor
 from horovod_sparse.core import agreement
 from horovod_sparse.torch.compressors import TorchCompressor
 
+_PART = 2**20
+"""So many words of a parameter are added up at a time, so that little memory is needed."""
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this rank holds only a part of a tensor, as of the parameters of `fully_shard`: it is a DTensor."""
@@ -62,14 +65,21 @@ def description(
 
 
 def sums(parameters: Iterable[Tensor]) -> list[int]:
-    """Return a number for each parameter that tells its values from others: the sum of its bits, read as whole numbers."""
-    parts = []
+    """Return a number for each parameter that tells its values from others: its bits, as whole numbers, added up."""
+    totals: list[int | Tensor] = []
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
-        if flat.storage_offset() * flat.itemsize % 8:
+        if flat.storage_offset() * flat.itemsize % 4:
             flat = flat.clone()
-        parts.append(flat.view(torch.uint8 if flat.nbytes % 8 else torch.int64).sum(dtype=torch.int64))
-    return [int(part) for part in parts]
+        bits = flat.view(torch.uint8 if flat.nbytes % 4 else torch.int32)
+        total: int | Tensor = 0
+        for start in range(0, len(bits), _PART):
+            part = bits[start : start + _PART]
+            # The order matters, too.
+            weights = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=bits.device)
+            total = total + (part * weights).sum()
+        totals.append(total)
+    return [int(total) for total in totals]
 
 
 def wide(tensor: Tensor) -> torch.dtype:

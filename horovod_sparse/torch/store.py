@@ -140,8 +140,9 @@ class TensorReducer(Store):
                 f"parameter {name!r} must keep its shape, which was {bucket.slots[name].shape} in its first step, got "
                 f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
             )
-        noted = None if self.momentum is None else self._noted.get(parameter)
-        if noted is not None and noted.gradient is parameter.grad and noted.was_added_to:
+        noted, given = None if self.momentum is None else self._noted.get(parameter), parameter.grad
+        # What is zeroed first has two versions more.
+        if noted is not None and given is not None and given is noted.gradient and given._version == noted.version + 1:
             raise RuntimeError(
                 f"gradients must be reduced once before a step with {self.compressor.momentum_correction!r}, but that of "
                 f"{name!r} was added to one that was reduced: put all backward passes of a step but the last into "
@@ -330,7 +331,7 @@ class TensorReducer(Store):
         self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     ) -> None:
         """Move the parameters of an optimizer by a part of what waits, while gradients are computed."""
-        if not self.active:
+        if not (self.active and (coefficient or self.momentum)):
             return
         optimizer.register_step_pre_hook(self._check_noted)
         if coefficient:
@@ -365,7 +366,9 @@ class TensorReducer(Store):
         """Stop moving parameters if the gradients that the optimizer steps with were changed: residuals have another unit."""
         # The end of backward may have been interrupted.
         self.restore_moved()
-        noted, self._noted = self._noted, {}
+        # Of a step that was left out, or of a closure, it may be gone.
+        noted = {one: it for one, it in self._noted.items() if one.grad is not None and not self._step.handed}
+        self._noted = {}
         if self.detached is not None and first_changed(noted, wait=False) is not None:
             why = "gradients were changed after they had been reduced. To clip, pass clip=... to the compressor"
             self.detached.stop(why)

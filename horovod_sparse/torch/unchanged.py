@@ -26,24 +26,18 @@ class Handed(NamedTuple):
     """A gradient as backward has handed it over."""
 
     gradient: Tensor | None
-    version: int | None
-    """The tensor's version; None if other tensors live in the same memory, because their changes would count too."""
+    version: int
+    """The tensor's version. It also counts changes of other tensors that live in the same memory."""
     sample: bytes | Tensor
     """Some entries: bytes on the CPU, a tensor on other devices, since the host must not wait."""
     places: slice
     """Where those entries are in the flat gradient."""
 
-    @property
-    def was_added_to(self) -> bool:
-        """Whether one operation in place has followed. What is zeroed first has two."""
-        return self.gradient is not None and self.version is not None and self.gradient._version == self.version + 1
-
 
 def hand_over(gradient: Tensor | None) -> Handed:
     """Record what a gradient is now."""
     if gradient is None:
-        return Handed(None, None, b"", slice(0))
-    version = gradient._version if gradient.is_sparse or _owns_its_memory(gradient) else None
+        return Handed(None, 0, b"", slice(0))
     dense = _dense(gradient)
     places = slice(None, None, max(1, dense.numel() // _SAMPLES))
     sample = _sample(dense, places)
@@ -51,7 +45,7 @@ def hand_over(gradient: Tensor | None) -> Handed:
     if isinstance(sample, bytes) and not sample.strip(b"\x00\x80"):
         places = _not_zero(_numbers(dense))
         sample = _sample(dense, places)
-    return Handed(gradient, version, sample, places)
+    return Handed(gradient, gradient._version, sample, places)
 
 
 def first_changed(handed: Mapping[Tensor, Handed], *, wait: bool = True) -> Tensor | None:
@@ -65,7 +59,7 @@ def first_changed(handed: Mapping[Tensor, Handed], *, wait: bool = True) -> Tens
             return parameter
         if gradient is None:
             continue
-        if version is not None and gradient._version != version:
+        if gradient._version != version and (gradient.is_sparse or _owns_its_memory(gradient)):
             return parameter
         if isinstance(sample, Tensor) and not wait:
             continue

@@ -54,6 +54,7 @@ def gradients_are_those_of_moved_parameters(
             return loss
 
         if with_closure:
+            optimizer.zero_grad()
             optimizer.step(closure)
         else:
             closure()

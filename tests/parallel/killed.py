@@ -56,7 +56,8 @@ def report(what: str, residuals: dict[str, Tensor]) -> None:
 def killer(seed: int | None, start: int) -> Callable[[int], None]:
     """What begins a step. The rank that the seed chooses is killed soon after it has begun one of the first steps."""
     chosen = random.Random(seed)
-    victim, moment, seconds = chosen.randrange(hvd.size()), start + chosen.randrange(FIRST), chosen.uniform(0.0, LONGEST)
+    victim, moment = chosen.randrange(hvd.size()), start + chosen.randrange(FIRST)
+    seconds = chosen.uniform(0.0, LONGEST)
 
     def begin(step: int) -> None:
         if seed is not None and (hvd.rank(), step) == (victim, moment):

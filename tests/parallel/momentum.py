@@ -156,10 +156,22 @@ def what_it_cannot_honour_is_refused() -> None:
     assert "momentum=0" in raised(ValueError, lambda: optimizer.add_param_group(group))
 
 
-@scenario(MPI_2, TORCHRUN_2)
-def gradients_are_reduced_once_before_a_step() -> None:
+class _Joined(nn.Module):
+    """The parameters' gradients are parts of one array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.full((size,), 0.1)) for size in (32, 300)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ torch.cat([*self.parts])[:320].view(32, 10)
+
+
+@scenario(MPI_2, TORCHRUN_2, cases={"alone": (small_model,), "parts": (_Joined,)})
+def gradients_are_reduced_once_before_a_step(make: Any) -> None:
     """A second time they would be taken for new ones. A step may be left out, and gradients may be zeroed in place."""
-    model = small_model()
+    # In DDP these have one version for all.
+    model = small_model() if IN_DDP else make()
     trained, optimizer = distributed(model, groups_of(model, momentum=0.9), SIDCo(0.05))
     train(trained, optimizer, range(2))
     for zero in (partial(optimizer.zero_grad, set_to_none=False), optimizer.zero_grad):

@@ -269,8 +269,8 @@ def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
     assert_identical(model)
 
 
-@scenario(*PAIR)
-def what_the_model_drops_after_synchronize_is_reduced_anew() -> None:
+@scenario(*PAIR, cases={"none": (True,), "zeros": (False,)})
+def what_the_model_drops_after_synchronize_is_reduced_anew(set_to_none: bool) -> None:
     """Also on a rank that then has no gradient at all, for which the others would wait."""
     model = small_model()
     optimizer = wrap(model, TopK(0.05, warmup=None))
@@ -278,7 +278,7 @@ def what_the_model_drops_after_synchronize_is_reduced_anew() -> None:
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.synchronize()
-        model.zero_grad()
+        model.zero_grad(set_to_none)
         if hvd.rank() == 0:
             loss_of(model, step).backward()
         optimizer.step()

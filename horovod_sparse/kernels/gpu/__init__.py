@@ -19,14 +19,3 @@ What is decided on the device stays there, in `words` and `numbers`. Launches th
 The kernels import the constants of other modules by name: Triton's cache on disk does not notice when a constant changes that
 is read as an attribute of a module.
 """
-
-from __future__ import annotations
-
-from importlib.util import find_spec
-
-from horovod_sparse.kernels import asked
-
-
-def available() -> bool:
-    """Return whether Triton is installed and kernels are not turned off with HOROVOD_SPARSE_KERNELS=off."""
-    return find_spec("triton") is not None and asked() != "off"

@@ -508,8 +508,26 @@ def a_scaler_is_refused_unless_there_is_one_replica() -> None:
         if replicas > 1:
             assert "GradScaler" in raised(RuntimeError, lambda step=scaler.step, one=optimizer: step(one))
         else:
+            scaler.unscale_(optimizer)
+            optimizer.synchronize()
             scaler.step(optimizer)
         assert (digest(here(model)) == before) == (replicas > 1)
+
+
+@scenario(TORCHRUN_4)
+def what_is_dropped_after_synchronize_is_reduced_anew() -> None:
+    """Also on a replica that then has no gradient at all."""
+    mesh = mesh_of(2)
+    model, optimizer = wrapped(small_model(), partial(sgd, momentum=0.9), TopK(0.05, warmup=None), mesh)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        if replica(mesh) == 0:
+            loss_of(model, step).backward()
+        optimizer.step()
+        assert_same_shards(model, mesh)
+        optimizer.zero_grad()
 
 
 @scenario(TORCHRUN_4)
