@@ -326,7 +326,7 @@ class LocalUpdates:
         values = sums(self._shared.values()) if self._unchecked else []
         mine: Description = {
             "local updates": f"{number}, {self.outer}, grows={self._reducer.lengths.grow}",
-            # All workers say so whenever one has loaded a state, so that nobody waits.
+            # Nothing if they were compared before. All workers send this whenever one has loaded a state: nobody waits.
             "shared parameters": [f"{name}: {bits}" for name, bits in zip(self._shared, values, strict=False)],
             "problem": str(problem),
             "step": str(self._reducer.exchanges),

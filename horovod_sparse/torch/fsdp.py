@@ -164,12 +164,14 @@ def register_sharded(
     check_memory({local_part(parameter): name for parameter, name in names.items()})
     updates, _ = check_fit(compression, optimizer, names)
     reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
+    # Its class has neither of these attributes.
+    served: Any = optimizer
     # As the optimizers of Horovod have it.
-    optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]
+    served.synchronize = reducer.synchronize
     if not reducer.active:
         return
     # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    served._step_supports_amp_scaling = True
     reducer.serve(optimizer.step, names, updates=updates)
     replace_step(optimizer, reducer.step)
 

@@ -65,7 +65,7 @@ def description(
 
 
 def sums(parameters: Iterable[Tensor]) -> list[int]:
-    """Return a number for each parameter that tells its values from others: its bits, as whole numbers, added up."""
+    """Return a number for each parameter that tells its values from others: its words, times their places, added up."""
     totals: list[int | Tensor] = []
     for parameter in parameters:
         flat = parameter.detach().reshape(-1)
@@ -75,7 +75,6 @@ def sums(parameters: Iterable[Tensor]) -> list[int]:
         total: int | Tensor = 0
         for start in range(0, len(bits), _PART):
             part = bits[start : start + _PART]
-            # The order matters, too.
             weights = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=bits.device)
             total = total + (part * weights).sum()
         totals.append(total)

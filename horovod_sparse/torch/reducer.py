@@ -235,9 +235,10 @@ class Reducer(TensorReducer):
     def reduce(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         optimizer = self.optimizer
-        there = (one.grad for one in self._reduced() if one.grad is not None)
-        if optimizer._synchronized and not optimizer._handles and any(one.is_sparse or one.any() for one in there):
-            return
+        if optimizer._synchronized and not optimizer._handles:
+            there = (one.grad for one in self._reduced() if one.grad is not None)
+            if any(one.is_sparse or one.any() for one in there):
+                return
         if self.active:
             try:
                 self._prepare()

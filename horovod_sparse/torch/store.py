@@ -330,7 +330,7 @@ class TensorReducer(Store):
     def move_parameters(
         self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     ) -> None:
-        """Move the parameters of an optimizer by a part of what waits, while gradients are computed."""
+        """Move the parameters of an optimizer by a part of what waits, while gradients are computed. Check notes in steps."""
         if not (self.active and (coefficient or self.momentum)):
             return
         optimizer.register_step_pre_hook(self._check_noted)
@@ -366,8 +366,8 @@ class TensorReducer(Store):
         """Stop moving parameters if the gradients that the optimizer steps with were changed: residuals have another unit."""
         # The end of backward may have been interrupted.
         self.restore_moved()
-        # Of a step that was left out, or of a closure, it may be gone.
-        noted = {one: it for one, it in self._noted.items() if one.grad is not None and not self._step.handed}
+        # Before a closure, or after a step that was left out, the note is of an earlier step.
+        noted = {one: was for one, was in self._noted.items() if one.grad is not None and not self._step.handed}
         self._noted = {}
         if self.detached is not None and first_changed(noted, wait=False) is not None:
             why = "gradients were changed after they had been reduced. To clip, pass clip=... to the compressor"
