@@ -133,7 +133,7 @@ OWNING = [
     (way, row)
     for way, (exchange, _) in OWNED.items()
     for row in COMPRESSORS
-    if not (isinstance(exchange, row.cls.refuses) or "exchange" in row.settings or row.momentum)
+    if exchange.needs in row.cls.chooses and not ("exchange" in row.settings or row.momentum)
 ]
 
 

@@ -44,7 +44,7 @@ def gradients(step: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
 def settings_of(row: Row) -> Iterator[dict[str, Any]]:
     yield {}
     for exchange in EXCHANGES:
-        if not isinstance(exchange, row.cls.refuses) and "exchange" not in row.settings:
+        if exchange.needs in row.cls.chooses and "exchange" not in row.settings:
             yield {"exchange": exchange}
 
 

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -32,9 +32,7 @@ from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, Moment
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.protocols import Exchange, Round
-from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.exchange.protocols import Choice, Exchange, Round
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
@@ -129,8 +127,8 @@ class Compressor(ABC):
     masks: ClassVar[bool] = False
     """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     default_exchange: ClassVar[Exchange] = Pairs()
-    refuses: ClassVar[tuple[type[Exchange], ...]] = (Dense, SharedIndices, Union)
-    """Exchanges that cannot be chosen. Of these the default may be an exception."""
+    chooses: ClassVar[Collection[Choice]] = ("own", "spread")
+    """What `select` can choose. Exchanges that need something else (`Exchange.needs`) are refused, but for the default."""
     __signature__ = _Signature()
 
     def __new__(cls, *_: object, **given: object) -> Self:
@@ -181,7 +179,7 @@ class Compressor(ABC):
             raise ValueError(
                 f"residual must be True with momentum={self.momentum!r}, got False: velocities are kept in it"
             )
-        if self.exchange != self.default_exchange and isinstance(self.exchange, self.refuses):
+        if self.exchange != self.default_exchange and self.exchange.needs not in self.chooses:
             raise ValueError(
                 f"exchange must be one that {type(self).__name__} can use, such as {self.default_exchange!r}, got "
                 f"{self.exchange!r}; leave exchange out, or use another compressor"

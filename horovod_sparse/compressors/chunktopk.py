@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.wire import CHUNK
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -20,8 +18,8 @@ class ChunkTopK(Compressor):
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
-    # A worker's own region is zero there, so that the share of its chunks would not be sent.
-    refuses = (Dense, SharedIndices, Balanced)
+    # Not "spread": `Balanced` leaves out a worker's own region, so that the share of its chunks would not be sent.
+    chooses = ("own", "largest")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         length = CHUNK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +12,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.exchange.protocols import Choice
+from horovod_sparse.exchange.shared import SharedIndices
 
 _MANY = 16
 """If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
@@ -60,7 +60,7 @@ class RandomCompressor(Compressor):
     """
 
     default_exchange = SharedIndices()
-    refuses: ClassVar[tuple[type[Exchange], ...]] = (Dense, Union)
+    chooses: ClassVar[Collection[Choice]] = ("own", "spread", "alike")
     seed: int = 0
 
     def __post_init__(self) -> None:

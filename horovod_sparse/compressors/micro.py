@@ -9,7 +9,6 @@ from typing import ClassVar
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, next_threshold
-from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops, Selection
@@ -51,7 +50,7 @@ class MiCRO(Compressor):
 
     default_slack = 2.0
     default_exchange = Union()
-    refuses = (Exchange,)
+    chooses = ()
 
     scaling: Scaling = "two_sided"
 

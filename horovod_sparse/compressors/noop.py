@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -19,7 +18,7 @@ class NoOp(Compressor):
     """
 
     default_exchange = Dense()
-    refuses = (Exchange,)
+    chooses = ()
 
     ratio: float | Schedule = field(default=1.0, init=False)
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.draws import RandomCompressor, generator
-from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
@@ -21,8 +20,8 @@ class RandomBlock(RandomCompressor):
     Args: those of `RandomCompressor`.
     """
 
-    # Its entries lie in one place, and a region has room for about 1.5 k/workers.
-    refuses = (*RandomCompressor.refuses, Balanced)
+    # Its entries lie in one place.
+    chooses = ("own", "alike")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         start = int(generator(self.seed, state, shared=self.shared).integers(len(x)))

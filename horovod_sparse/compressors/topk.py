@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
@@ -17,7 +16,7 @@ class TopK(Compressor):
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
-    refuses = (Dense, SharedIndices)
+    chooses = ("own", "spread", "largest")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

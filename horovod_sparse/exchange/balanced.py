@@ -21,6 +21,7 @@ class Balanced(Exchange):
     """
 
     title = "balanced"
+    needs = "spread"
     owns_parts = True
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:

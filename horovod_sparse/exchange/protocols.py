@@ -21,6 +21,8 @@ from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
 Kind = Literal["allgather", "allreduce", "alltoall"]
+Choice = Literal["own", "spread", "largest", "alike", "all"]
+"""What a worker chooses: entries of its own; spread over the bucket; the largest; those that all choose; all entries."""
 
 
 class Collective(NamedTuple):
@@ -179,6 +181,8 @@ Exchanging = Generator[Collective, Any, Sent]
 class Exchange(ABC):
     """How the selections of all ranks become one gradient: a setting that never changes, and that ranks compare by `repr`."""
 
+    needs: ClassVar[Choice] = "own"
+    """What its compressor must be able to choose (`Compressor.chooses`)."""
     owns_parts: ClassVar[bool] = False
     """Whether each rank owns a part of the bucket. It selects from a part, and its residual holds what others have sent."""
 

@@ -15,6 +15,7 @@ class SharedIndices(Exchange):
     """All workers choose the same entries, so that only the values are sent, by one allreduce (`wire`, message 2)."""
 
     title = "shared indices"
+    needs = "alike"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allreduce", capacity + len(wire.tail(True, 0)), "float32")]
@@ -29,6 +30,7 @@ class Dense(Exchange):
     """Everything is summed, by one allreduce in the residual's own type (`wire`, message 2 with all entries)."""
 
     title = "dense"
+    needs = "all"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]

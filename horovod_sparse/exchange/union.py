@@ -18,6 +18,7 @@ class Union(Exchange):
     """Indices are gathered (`wire`, message 3), and all workers' values at their union are summed by allreduce (message 2)."""
 
     title = "union"
+    needs = "largest"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [
