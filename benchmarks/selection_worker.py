@@ -299,7 +299,7 @@ def _peak(title: str, conditions: Conditions) -> int:
         worker.start()
     gradient = gradients.next()
     gc.collect()
-    kernels.pool.forget()
+    kernels.pool._spare.clear()
     before = _resident("VmRSS")
     _PEAK.write_text("5", encoding="ascii")
     worker.step(gradient)

@@ -14,8 +14,7 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 
 @pytest.mark.full
 @pytest.mark.parallel
-@pytest.mark.parametrize("number", [2, 4])
-def test_workers_of_a_host_act_as_one(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_host_act_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts with two workers each: a host sends to the others what one worker would."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import hosts
@@ -23,7 +22,7 @@ def test_workers_of_a_host_act_as_one(number: int, monkeypatch: pytest.MonkeyPat
     reason = hosts.missing()
     if reason:
         pytest.skip(reason)
-    options: list[Any] = ["--hosts", number, "--slots", 2, "--", sys.executable, "examples/torch_digits.py"]
+    options: list[Any] = ["--hosts", 2, "--slots", 2, "--", sys.executable, "examples/torch_digits.py"]
     options += ["--compression", "sidco", "--ratio", 0.01, "--warmup", "none", "--epochs", 1]
     done = python(BENCHMARKS / "hosts.py", *options, "--exchange", "hierarchical", limit=240)
     assert done.returncode == 0, done

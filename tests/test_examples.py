@@ -105,9 +105,7 @@ def test_every_compression_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "pause", "end", "held_out"),
     [
-        # Epochs have 4 steps. The first run pauses within one, and the second goes on into the next.
-        pytest.param("tensorflow_images.py", [], 2, 6, "accuracy", marks=needs("tensorflow"), id="tensorflow"),
-        # `fit` pauses at the end of an epoch.
+        # Epochs have 4 steps. `fit` pauses at the end of one, the scripts after it within one.
         pytest.param("keras_images.py", [], 4, 8, "accuracy", marks=needs("tensorflow"), id="keras"),
         # `make integrations` installs what these need.
         pytest.param("torch_resnet.py", ["--loaders", "1"], 2, 6, "accuracy", marks=needs("torchvision"), id="resnet"),

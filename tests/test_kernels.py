@@ -390,9 +390,6 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         (lambda: ONE.take(long, np.array([0, 1], np.int32)), "indices must be of int64, got int32"),
         (lambda: write([(0, half)]), "a part must be of float32 or float64 in the host's memory, got float16"),
         (lambda: ONE.take(np.ones(3), some, np.ones(2)), "entries must be 1, got 2"),
-        (lambda: ONE.pack(some, np.ones(1), 1), "values must be of float32, got float64"),
-        (lambda: ONE.pack(some, two, 2), "there must be up to 2 indices and values, got 1 and 2"),
-        (lambda: ONE.pack(np.array([0, 1]), two, 1), "there must be up to 1 indices and values, got 2 and 2"),
         (lambda: ONE.take_pairs(two, np.array([0, 1]), 1), "there must be up to 1 indices, got 2"),
         (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
         *(

@@ -21,8 +21,8 @@ from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.protocols import Entries, Reduced
 from horovod_sparse.public import Balanced, Hierarchical
 from horovod_sparse.torch.compressors import TopK as TorchTopK
+from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.ops import TorchOps
-from horovod_sparse.torch.transport import GroupReducer
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}

@@ -51,18 +51,9 @@ def test_views_and_tensors_keep_what_they_look_at() -> None:
         assert (np.asarray(looker) == 1).all()
 
 
-def test_what_is_forgotten_is_given_back() -> None:
-    pool = BufferPool()
-    pool.lend(1000, "float32")
-    gc.collect()
-    assert any(pool._spare.values())
-    pool.forget()
-    assert not any(pool._spare.values())
-
-
 @pytest.mark.full
 def test_threads_share_it() -> None:
-    """Nobody gets what another one looks at, whoever gives it back: by the last view, by garbage collection, by forgetting."""
+    """Nobody gets what another one looks at, whoever gives it back: the last view, or garbage collection."""
     pool, handed_over = BufferPool(), list[np.ndarray]()
 
     def work(number: int) -> None:
@@ -77,7 +68,6 @@ def test_threads_share_it() -> None:
                 handed_over.clear()
             if turn % 200 == 0:
                 gc.collect()
-                pool.forget()
             assert (array == number).all(), f"thread {number} reads {array}"
 
     before = sys.getswitchinterval()

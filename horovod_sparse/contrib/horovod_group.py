@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import torch
 from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.exchange.protocols import Collective, Kind
-from horovod_sparse.torch.exchange import Collectives, as_line, from_lines
+from horovod_sparse.torch.exchange import Collectives
 from horovod_sparse.torch.group import Group
 
 _collectives: dict[tuple[int, ...], Collectives] = {}
@@ -31,19 +32,17 @@ class HorovodGroup(Group):
 
     def __init__(self, process_set: Any) -> None:
         complete_global_set(process_sets, mpi_ops._basics)
-        self.world: int = process_set.size()
-        self.position: int = process_set.rank()
-        self.rank: int = mpi_ops.rank()
         self._collectives = _collectives.setdefault(
-            (process_set.process_set_id, *process_set.ranks), Collectives(mpi_ops.Sum, process_set, "group.")
+            (process_set.process_set_id, *process_set.ranks), Collectives(process_set, "group")
         )
+        self.world, self.position, self.rank = process_set.size(), process_set.rank(), mpi_ops.rank()
+        self.device = torch.device("cpu")
         self._waits: list[Wait] = []
         self._results: list[Tensor] = []
 
-    def start(self, collective: Collective) -> Wait:
-        number, kind = len(self._waits), collective.kind
-        message, name = collective.message.contiguous(), f"{kind}.{number}"
-        self._waits.append(self._collectives.start(kind, message, name, collective.to))
+    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+        number = len(self._waits)
+        self._waits.append(self._collectives.start(collective, f"{collective.kind}.{number}"))
 
         def result() -> Tensor:
             while len(self._results) <= number:
@@ -51,11 +50,6 @@ class HorovodGroup(Group):
             return self._results[number]
 
         return result
-
-    def ask(self, value: Any) -> Callable[[], list[Any]]:
-        """Start what `everyone` does. It raises RuntimeError if a rank has raised."""
-        wait = self.start(Collective("allgather", as_line(value)))
-        return lambda: from_lines(wait())
 
     @contextmanager
     def together(self, *, goes_on: bool = False) -> Iterator[None]:

@@ -12,32 +12,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.core.statistics import Stats
 
 _TOTAL = (
     "numel", "target", "count", "ratio", "threshold", "stages", "truncated", "bytes_sent", "residual_norm",
 )  # fmt: skip
 """What a line has of `StepStats.total`; see `BucketStats`. A number that is not finite is None."""
-
-
-class Source(Protocol):
-    """What a `StatsLog` reads: a compressor that serves an optimizer, or a `SparseAllreduce`."""
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that `stats` counts."""
-
-    def stats(self) -> Stats: ...
-
-
-class Writer(Protocol):
-    """What takes scalars: a `SummaryWriter` of `torch.utils.tensorboard` or of tensorboardX."""
-
-    def add_scalar(self, name: str, value: float, step: int, /) -> object: ...
 
 
 class StatsLog:
@@ -57,7 +40,8 @@ class StatsLog:
     Args:
         compression: a compressor that serves an optimizer, a tape or `LocalUpdates`, or a `SparseAllreduce`.
         path: the file that gets the lines; None for no file.
-        writer: gets the same numbers, `add_scalar("horovod_sparse/ratio", value, step)` and so on; None for no writer.
+        writer: a `SummaryWriter` of `torch.utils.tensorboard` or tensorboardX; it gets the same numbers, by
+            `add_scalar("horovod_sparse/ratio", value, step)` and so on. None for no writer.
         every: a line is written after so many steps, >= 1. It costs one pass over the residuals.
         start: number of steps that were done before, for instance those of a checkpoint.
 
@@ -68,10 +52,10 @@ class StatsLog:
 
     def __init__(
         self,
-        compression: Source,
+        compression: Any,
         path: str | os.PathLike[str] | None = None,
         *,
-        writer: Writer | None = None,
+        writer: Any = None,
         every: int = 10,
         start: int = 0,
     ) -> None:

@@ -42,9 +42,9 @@ from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, sums, wide
-from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _made = itertools.count()

@@ -6,10 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.transport import Transport
 
 Description = Mapping[str, str | list[str]]
 
@@ -37,16 +37,16 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
             )
 
 
-def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[Any]], rank: int) -> None:
-    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. `gather` blocks."""
+def agree_on_states(check: Callable[[], None], transport: Transport) -> None:
+    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks."""
     problem = ""
     try:
         check()
     except ValueError as error:
         problem = str(error)
-    compare({"problem": problem}, gather({"problem": problem}), rank)
+    compare({"problem": problem}, transport.everyone({"problem": problem}), transport.rank)
     if problem:
-        raise ValueError(f"rank {rank}: the state that was loaded does not fit: {problem}")
+        raise ValueError(f"rank {transport.rank}: the state that was loaded does not fit: {problem}")
 
 
 def check_steps(steps: Sequence[int], rank: int) -> None:

@@ -626,11 +626,6 @@ int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages,
     return 1;
 }
 
-void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, hs_pair* message) {
-    for (int64_t row = 0; row < count; ++row) message[row] = {static_cast<int32_t>(indices[row]), values[row]};
-    write_padding(message, count, capacity);
-}
-
 void hs_quantize(void* x, int type, int64_t n, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length) {
     const int64_t chunks = std::max<int64_t>((n + (1 << kChunkBits) - 1) >> kChunkBits, 1);
     typed(x, type, [&](auto* entries) { write_packed(entries, chunks, message, capacity, packed, length); });

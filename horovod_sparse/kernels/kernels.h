@@ -77,7 +77,6 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
    indices ascend within each target. */
 int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor);
-void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, hs_pair* message);
 /* Writes a packed message of `length` int32, for x with n entries. */
 void hs_quantize(void* x, int type, int64_t n, hs_pair* message, int64_t capacity, int32_t* packed, int64_t length);
 /* Writes messages of pairs, of `capacity` rows, from packed ones of `length` int32. */

@@ -153,17 +153,6 @@ class KernelOps(HostOps):
         if not lib.hs_take(*at.write(), some.pointer(), some.numel, before, *where):
             raise IndexError(f"indices must be in [0, {at.numel})")
 
-    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
-        at = self.memory(values)
-        if at is None:
-            return super().pack(indices, values, capacity)
-        some, at = _of_type(INT64, "indices", self.memory(indices)), _of_type(FLOAT32, "values", at)
-        if not some.numel == at.numel <= capacity:
-            raise ValueError(f"there must be up to {capacity} indices and values, got {some.numel} and {at.numel}")
-        message = np.empty((capacity, 2), np.int32)
-        lib.hs_pack(some.pointer(), at.pointer(), some.numel, capacity, _written(message))
-        return self.array(message)
-
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
         at = self.memory(values)
         if at is None or at.type not in (FLOAT32, FLOAT64):

@@ -38,7 +38,3 @@ class BufferPool:
         array: NDArray[np.generic] = np.frombuffer(memory[:size], dtype)
         weakref.finalize(array, spare.append, memory).atexit = False
         return array
-
-    def forget(self) -> None:
-        """Free the memory that is not lent. What is lent now does not come back."""
-        self._spare = {}

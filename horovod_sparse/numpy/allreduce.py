@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,49 +11,19 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
+from horovod_sparse.core.agreement import RELEASE, agree_on_states, compare, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Parameter, Slot, planned
-from horovod_sparse.core.pipeline import Pipeline, Wait
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.store import log_start
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.numpy.compiled import host_ops
+from horovod_sparse.numpy.transport import Communicator
 
 Array = NDArray[Any]
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
-
-_TYPES = [np.dtype(one) for one in ("float32", "float64")]
-"""Those that residuals have."""
-
-_GIVEN_UP, _EXCHANGED, _RETURNED = range(3)
-"""How a worker's step has ended: within its collectives, after them, or by returning what was reduced."""
-
-
-@dataclass(eq=False)
-class _Started:
-    """A collective that was started. MPI reads and writes the memory until it has completed, so this keeps the memory alive."""
-
-    message: Array
-    result: Array
-    request: Any = None
-    """None if an interrupt came while it was started."""
-
-    def wait(self) -> Array:
-        self.request.Wait()
-        return self.result
-
-    def wait_unless_told(self, comm: Any) -> Array:
-        """Do as `wait`, but raise RuntimeError if another worker has given up the step: it may never take part."""
-        while not self.request.Test():
-            if comm.Iprobe():
-                raise RuntimeError(
-                    f"rank {comm.Get_rank()}: another worker has raised within this step, and given it up; see its error"
-                )
-            # As MPI does where there are more workers than processors.
-            time.sleep(0)
-        return self.result
 
 
 class SparseAllreduce:
@@ -78,19 +45,9 @@ class SparseAllreduce:
 
     def __init__(self, comm: Any, compression: Compressor, *, average: bool = True) -> None:
         check_compression(compression)
-        self._comm = comm
-        self._world = 1 if comm is None else int(comm.Get_size())
-        self._rank = 0 if comm is None else int(comm.Get_rank())
+        self._transport = transport = Communicator(comm)
         self._shapes: Shapes = {}
-        self._under_way: list[_Started] = []
-        """The collectives of this step, and those of aborted steps until MPI has completed them."""
-        self._lane = comm
-        """The communicator of steps. MPI matches by order, so after a step that was given up there must be another."""
-        self._meeting: Wait | None = None
-        """Waits for what the workers tell each other before a step."""
-        self._ended = _RETURNED
-        """How this worker's last step has ended."""
-        place: dict[str, Any] = {"world": self._world, "position": self._rank, "rank": self._rank}
+        place: dict[str, Any] = {"world": transport.world, "position": transport.position, "rank": transport.rank}
         self._new_pipeline = partial(Pipeline, ops=host_ops(), compressor=compression, averages=average, **place)
         self.pipeline = self._new_pipeline()
 
@@ -117,16 +74,14 @@ class SparseAllreduce:
             reduced = self._step(gradients, learning_rate)
         except BaseException:
             self.pipeline.abort()
-            self._tell_others()
+            self._transport.give_up()
             raise
-        self._under_way.clear()
-        self._ended = _RETURNED
+        self._transport.end_step()
         return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
-        # Release the memory of the collectives of aborted steps that MPI has completed.
-        self._under_way = [one for one in self._under_way if one.request is None or not one.request.Test()]
-        self._meet()
+        transport, buckets = self._transport, self.pipeline.buckets
+        transport.meet(buckets[0].state.step if buckets else 0, alike=self.pipeline.compressor.changes)
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         under_way = []
@@ -134,96 +89,33 @@ class SparseAllreduce:
         for name in reversed(self._shapes):
             bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
             if bucket is not None:
-                under_way.append((bucket, self._start(bucket.begin(), self._lane)))
-        write = partial(write_to, reduced)
-        self.pipeline.complete(under_way, write, lambda _, collective: self._start(collective, self._lane))
-        self._ended = _EXCHANGED
+                under_way.append((bucket, transport.start(bucket.begin())))
+        self.pipeline.complete(under_way, partial(write_to, reduced), lambda _, collective: transport.start(collective))
+        transport.exchanged()
         self.pipeline.end_step()
         return reduced
 
-    def _meet(self) -> None:
-        """Find out where the other workers are before a step begins. Blocks."""
-        step = self.pipeline.buckets[0].state.step if self.pipeline.buckets else 0
-        if self._meeting is None:
-            # After an interrupt the others know these numbers already.
-            self._meeting = self._start(Collective("allgather", np.array([self._ended, step])))
-        ended, steps = self._meeting().reshape(self._world, -1).T.tolist()
-        # In one statement: either the others are still to be met, or this worker takes part in their step.
-        self._meeting, self._ended = None, _GIVEN_UP
-        raised = [rank for rank, how in enumerate(ended) if how != _RETURNED]
-        # This is told once: afterwards the step has been given up on all workers.
-        if 0 < len(raised) < self._world:
-            raise RuntimeError(
-                f"rank {self._rank}: the last call must have returned on all workers, but has raised on {raised} alone, and "
-                "parameters may differ. Load a checkpoint on all workers"
-            )
-        if self.pipeline.compressor.changes:
-            check_steps(steps, self._rank)
-        if _GIVEN_UP in ended:
-            self._lane = self._comm and self._comm.Dup()
-
-    def _start(self, collective: Collective, comm: Any = None) -> Wait:
-        message = np.ascontiguousarray(collective.message)
-        comm = self._comm if comm is None else comm
-        if comm is None:
-            return lambda: message
-        rows = len(message) * (self._world if collective.kind == "allgather" else 1)
-        rows = rows if collective.of is None else sum(collective.of)
-        started = _Started(message, np.empty((rows, *message.shape[1:]), message.dtype))
-        # First, because MPI may write to this memory as soon as the collective has begun.
-        self._under_way.append(started)
-        if collective.to is not None and collective.of is not None:
-            width = message[0].size if message.ndim > 1 else 1
-            to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
-            started.request = comm.Ialltoallv([message, to], [started.result, of])
-        else:
-            begin = {"allgather": comm.Iallgather, "allreduce": comm.Iallreduce, "alltoall": comm.Ialltoall}
-            started.request = begin[collective.kind](message, started.result)
-        return started.wait if comm is self._comm else partial(started.wait_unless_told, comm)
-
-    def _tell_others(self) -> None:
-        """Tell the other workers that this one has given up a step whose collectives they may wait for. Does not wait."""
-        for other in range(self._world):
-            if other != self._rank and self._ended == _GIVEN_UP:
-                told = _Started(np.zeros(1, np.uint8), np.zeros(0))
-                self._under_way.append(told)
-                told.request = self._lane.Isend(told.message, other)
-
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
-        """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
-        compressor = self.pipeline.compressor
-        try:
+        """Fix names, shapes and types. Raise ValueError first, on every worker, if a `state` to be loaded does not fit."""
+        transport, compressor = self._transport, self.pipeline.compressor
+        mine: dict[str, str | list[str]] = {
+            "release": RELEASE,
+            "compression": repr(compressor),
+            "arrays": [f"{name} {one.shape} {one.dtype}" for name, one in gradients.items()],
+            "divisor": str(self.pipeline.divisor),
+        }
+        compare(mine, transport.everyone(mine), transport.rank)
+        shapes = {name: one.shape for name, one in gradients.items()}
+
+        def check() -> None:
             if state is not None:
-                shapes = {name: gradient.shape for name, gradient in gradients.items()}
                 check_state(state, compressor, *kept_shapes(shapes, compressor))
-        except ValueError as error:
-            # Workers whose own state fits must not go on and wait for this one.
-            self._agree(gradients, str(error))
-            raise
-        self._agree(gradients, "")
-        # Only workers with the same settings gather their hosts.
-        pipeline = self._new_pipeline(groups=compressor.exchange.hosts(self._world, self._digests))
+
+        agree_on_states(check, transport)
+        pipeline = self._new_pipeline(groups=compressor.exchange.hosts(transport.world, transport.everyone))
         add_buckets(pipeline, gradients)
-        lane = self._comm and self._comm.Dup()
-        self.pipeline, self._lane, self._shapes = pipeline, lane, shapes_of(gradients)
-
-    def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
-        """Raise ValueError on every worker unless all have the same arrays and settings. `problem` is this one's error."""
-        arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
-        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem
-        everyone = self._digests(repr(mine))
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise ValueError(
-                    f"rank {self._rank}: all workers must reduce the same arrays with the same settings, but worker {rank} "
-                    f"and worker 0 differ; this one has {mine}"
-                )
-
-    def _digests(self, text: str) -> list[str]:
-        """Return what tells each worker's text from others."""
-        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-        everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
-        return [theirs.tobytes().hex()[:16] for theirs in everyone]
+        transport.renew()
+        self.pipeline, self._shapes = pipeline, shapes_of(gradients)
 
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"
@@ -287,7 +179,7 @@ def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:
         )
     arrays = {name: np.asarray(gradient) for name, gradient in gradients.items()}
     for name, array in arrays.items():
-        if array.dtype not in _TYPES:
+        if array.dtype not in (np.float32, np.float64):
             raise TypeError(
                 f"gradients[{name!r}] must be floating point, of type float32 or float64, got {array.dtype}; convert it, "
                 "for instance with astype(np.float64)"

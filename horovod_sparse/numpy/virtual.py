@@ -117,9 +117,6 @@ class VirtualWorkers:
         if errors:
             raise errors[0]
 
-    def __repr__(self) -> str:
-        return f"VirtualWorkers({self.number}, {self._compression!r})"
-
     def stats(self, worker: int = 0) -> Stats:
         """Compute counts, bytes and residual norms of one worker, of the last step and on average."""
         return self.pipelines[worker].stats() if self.pipelines else NO_STATS

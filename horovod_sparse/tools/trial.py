@@ -77,29 +77,27 @@ def _group() -> tuple[Any, Any]:
     """Start Horovod, or torch.distributed under torchrun. Return the transport and this worker's device."""
     import torch
 
+    from horovod_sparse.contrib.torch_local import transport_of
+    from horovod_sparse.torch import stock
+
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or "0"
         device = torch.device("cuda", int(os.environ.get("HOROVOD_LOCAL_RANK", local)))
         torch.cuda.set_device(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from horovod_sparse.torch.group import Group
-
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_disconnect)
-        return Group(None, device), device
-    try:
-        import horovod.torch as hvd
-
-        from horovod_sparse.contrib.horovod_group import HorovodGroup
-    except ImportError as error:
-        raise SystemExit(f"try needs Horovod with PyTorch ({error}), or torchrun; see horovod-sparse check") from error
+        return transport_of(None, device), device
+    hvd: Any = stock.module
+    if hvd is None:
+        raise SystemExit(f"try needs Horovod with PyTorch ({stock.missing}), or torchrun; see horovod-sparse check")
     hvd.init()
     if hvd.size() < 2:
         raise SystemExit(
             "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try --parameters 25M --step-ms 110"
         )
-    return HorovodGroup(hvd.global_process_set), device
+    return transport_of(None, device), device
 
 
 def _disconnect() -> None:

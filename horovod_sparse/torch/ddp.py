@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from horovod_sparse.core.agreement import check_optimizer, exchanges_updates, warn_unseen
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.parameters import is_sharded
-from horovod_sparse.torch.transport import GroupReducer
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
@@ -150,7 +150,7 @@ class DDPReducer(GroupReducer):
             if bucket.is_last():
                 self._finish()
         except BaseException:
-            self._give_up_reduction()
+            self.give_up()
             raise
         return future
 
@@ -159,7 +159,7 @@ class DDPReducer(GroupReducer):
             backward = torch._C._current_graph_task_id()
             if self._step.promised and backward != self._backward:
                 # Backward was interrupted.
-                self._give_up_reduction()
+                self.give_up()
             self._backward = backward
         known = self._routes.names or self._given_names
         if known and any(parameter not in known for parameter in bucket.parameters()):
@@ -183,7 +183,7 @@ class DDPReducer(GroupReducer):
     def state_dict(self) -> dict[str, Any]:
         if self._step.begun:
             # The last bucket of a backward pass ends the step, so this one was interrupted.
-            self._give_up_reduction()
+            self.give_up()
         return super().state_dict()
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Horovod's collectives as the reducer needs them: named, asynchronous, within one process set."""
+"""Horovod's collectives of one process set, matched by their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import AnyBucket
+from horovod_sparse.core.pipeline import AnyBucket, Wait
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.exchange.received import disagreement
 
 Kind = Literal["allgather", "allreduce", "alltoall", "sparse"]
@@ -42,13 +43,14 @@ class _Started:
 
 
 class Collectives:
-    """The collectives of one optimizer, and which of them are under way. `op` reduces sparse gradients."""
+    """The collectives of one optimizer, as a `Transport`, and which of them are under way."""
 
-    def __init__(self, op: Any, process_set: Any, prefix: str = "") -> None:
-        self._op = op
+    def __init__(self, process_set: Any, number: int | str | None = None) -> None:
         self._process_set = process_set
-        self.prefix = f"horovod_sparse.{process_set.process_set_id}.{prefix}"
+        self._prefix = f"horovod_sparse.{process_set.process_set_id}."
         """Begins the names of the collectives, as Horovod knows them."""
+        self.number = number
+        """Comes next: the optimizer's number, the same on all ranks. None before the first agreement."""
         self._started: dict[str, _Started] = {}
         """The collectives that were started in this step, by name."""
         self._kinds: dict[str, Kind] = {}
@@ -64,18 +66,55 @@ class Collectives:
         self.group: object = None
         """Whose collectives are under way between two blocks (`HorovodGroup.together`); None if nobody's."""
 
-    def start(
-        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None, bucket: AnyBucket | None = None
-    ) -> Callable[[], Tensor]:
-        """Start a collective and return a function that waits for its result. An allreduce is in place.
+    @property
+    def world(self) -> int:
+        return int(self._process_set.size())
 
-        `to` is that of `protocols.Collective`, and `bucket` what is exchanged, if it is one. The function raises RuntimeError
-        if another rank has given up the step, or is in another step of the bucket.
+    @property
+    def position(self) -> int:
+        return int(self._process_set.rank())
+
+    @property
+    def rank(self) -> int:
+        return int(mpi_ops.rank())
+
+    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+        """See `Transport`. If ranks in other steps would begin with another collective, one of that kind goes first.
+
+        It has the name of theirs. Its type tells what follows, and is never that of a message, so that Horovod raises on all
+        ranks if there are any. Without it the ranks would wait for each other: Horovod compares what has the same name, and
+        the name of an allreduce is never that of an allgather.
         """
-        mine, full = self._process_set, f"{self.prefix}{name}"
+        kind, message, to, *_ = collective
+        if bucket is None or bucket.stands_in is None:
+            return self._start(kind, message, name, to, bucket)
+        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
+        first = self._start(bucket.stands_in, marker, name, bucket=bucket)
+        second = self._start(kind, message, f"{name}.second", to, bucket)
+        return lambda: (first(), second())[1]
+
+    def start_sparse(self, gradient: Tensor, name: str, op: Any) -> Wait:
+        """Start Horovod's own reduction of a sparse gradient."""
+        return self._start("sparse", gradient, name, op=op)
+
+    def everyone(self, value: Any, name: str = "agree.state") -> list[Any]:
+        """See `Transport`. All optimizers of the process set have the same name: at first they have no numbers."""
+        return gather_json(value, f"{self._prefix}{name}", self._process_set)
+
+    def _start(
+        self,
+        kind: Kind,
+        message: Tensor,
+        name: str,
+        to: Sequence[int] | None = None,
+        bucket: AnyBucket | None = None,
+        op: Any = mpi_ops.Sum,
+    ) -> Wait:
+        """Start a collective. Waiting for it raises RuntimeError if a rank has given up the step, or is in another one."""
+        mine, full = self._process_set, f"{self._prefix}{self.number}.{name}"
         handle = None
         if kind == "sparse":
-            wait = mpi_ops.sparse_allreduce_async(message, full, self._op, mine)
+            wait = mpi_ops.sparse_allreduce_async(message, full, op, mine)
         elif kind == "allgather":
             handle = mpi_ops.allgather_async(message, name=full, process_set=mine)
         elif kind == "alltoall":
@@ -138,7 +177,7 @@ class Collectives:
         if not self.given_up:
             return
         self._say_so()
-        name = f"{self.prefix}given_up"
+        name = f"{self._prefix}{self.number}.given_up"
         met = mpi_ops.allgather_async(torch.zeros(1), name=name, process_set=self._process_set)
         while not mpi_ops.poll(met):
             time.sleep(0.001)
@@ -154,7 +193,7 @@ class Collectives:
             for key, (starts, kind, *like) in theirs.items():
                 if self._starts[key] < starts:
                     self._end(key)
-                    self.start(kind, _nothing(kind, *like), key)
+                    self._start(kind, _nothing(kind, *like), key)
         for key in self._started:
             self._end(key)
         self._started.clear()
@@ -175,7 +214,7 @@ class Collectives:
             over = one is None or one.wait is None or (one.handle is not None and mpi_ops.poll(one.handle))
             if over and (one is None or one.dtype != _GIVEN_UP):
                 self._end(key)
-                self.start(kind, _nothing(kind, (1, 1), _GIVEN_UP, "cpu"), key)
+                self._start(kind, _nothing(kind, (1, 1), _GIVEN_UP, "cpu"), key)
 
     def _end(self, key: str) -> None:
         started = self._started.get(key)
@@ -202,14 +241,6 @@ def empty_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
     """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
-    return from_lines(mpi_ops.allgather(as_line(value), name=name, process_set=process_set))
-
-
-def as_line(value: object) -> Tensor:
-    """Return a value as a line of JSON."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode("ascii") + b"\n"), dtype=torch.uint8)
-
-
-def from_lines(lines: Tensor) -> list[Any]:
-    """Return the values of lines of JSON."""
-    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]
+    line = torch.frombuffer(bytearray(json.dumps(value).encode("ascii") + b"\n"), dtype=torch.uint8)
+    lines = mpi_ops.allgather(line, name=name, process_set=process_set)
+    return [json.loads(one) for one in lines.numpy().tobytes().splitlines()]

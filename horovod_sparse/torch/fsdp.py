@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import check_fit, replace_step
 from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
-from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
 
 

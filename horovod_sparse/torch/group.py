@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.exchange.protocols import Collective
 
 # PyTorch has renamed it.
@@ -26,7 +26,7 @@ _ROOM = 4096
 
 
 class Group:
-    """A process group. `position` is this rank's number in it, and `rank` that among all ranks.
+    """A process group of `torch.distributed`, as a `Transport`.
 
     Args:
         group: the process group; None for the default one.
@@ -46,12 +46,12 @@ class Group:
         self.rank = dist.get_rank()
         if self.position < 0:
             raise ValueError(f"rank {self.rank} is not in the process group {group}; use a group that this rank is in")
-        self.world: int = dist.get_world_size(group)
+        self.world = dist.get_world_size(group)
         self.group = group
         self.device = device
 
-    def start(self, collective: Collective) -> Wait:
-        """Start a collective, and return a function that waits for its result. An allreduce is in place."""
+    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+        """See `Transport`."""
         message: Tensor = collective.message.contiguous()
         result = message
         where: dict[str, Any] = {"group": self.group, "async_op": True}
@@ -73,11 +73,11 @@ class Group:
         return wait
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Blocks."""
+        """See `Transport`."""
         return self.ask(value)()
 
     def ask(self, value: Any) -> Callable[[], list[Any]]:
-        """Start what `everyone` does. Uses JSON, because data from other machines is not unpickled."""
+        """Start what `everyone` does."""
         wait = self._ask(json.dumps(value).encode("ascii"), _ROOM)
         return lambda: [json.loads(line) for line in wait()]
 

@@ -209,10 +209,10 @@ class TorchOps(Ops):
         return indices, [min(count, room) for count in counts]
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
-        message = torch.zeros((capacity, 2), dtype=torch.int32, device=values.device)
-        message[:, 0] = wire.PADDING
+        message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
+        message[indices.numel() :, 0], message[indices.numel() :, 1] = wire.PADDING, 0
         return message
 
     def pack_regions(self, indices: Tensor, values: Tensor, bounds: list[int], counts: list[int], room: int) -> Tensor:

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +29,11 @@ from horovod_sparse.core.agreement import (
     warn_of_values,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
-from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
-from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
+from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.movement import are_finite
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
@@ -57,6 +55,8 @@ def reducer_of(optimizer: Any) -> Reducer | None:
 class Reducer(TensorReducer):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
+    _transport: Collectives
+
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         super().__init__(compressor)
         self.optimizer = optimizer
@@ -75,11 +75,7 @@ class Reducer(TensorReducer):
 
     def _forget_workers(self) -> None:
         """Forget all that was agreed on with other workers, and everything that depends on their number."""
-        optimizer = self.optimizer
-        self._number: int | None = None
-        """The optimizer's number, the same on every rank; None before the first agreement."""
-        self._averages = self.updates is not None or optimizer.op == mpi_ops.Average
-        self._collectives = Collectives(mpi_ops.Average if self._averages else mpi_ops.Sum, self._process_set)
+        self._transport = Collectives(self._process_set)
         self._routes, self.sparse = Routes(), ()
         self.pipeline = None
 
@@ -133,7 +129,7 @@ class Reducer(TensorReducer):
         if self.optimizer._handles:
             self._give_up_step()
         elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
-            self._collectives.take_back_step(self._collectives.steps - 1)
+            self._transport.take_back_step(self._transport.steps - 1)
 
     def submit(self, parameter: Tensor) -> None:
         """Record what backward has made. After the step's last pass, take the gradient at once unless it is held back."""
@@ -156,7 +152,7 @@ class Reducer(TensorReducer):
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             try:
                 self._step.handed[parameter] = hand_over(parameter.grad)
-                held_back = self.pipeline is None or self.compressor.holds_back or self._collectives.given_up
+                held_back = self.pipeline is None or self.compressor.holds_back or self._transport.given_up
                 if not held_back and parameter in self._routes.names:
                     self._begin_step()
                     self._take(parameter)
@@ -168,30 +164,12 @@ class Reducer(TensorReducer):
         trained = parameter.grad is not None and parameter.requires_grad
         gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
         assert gradient is not None
-        self._step.sparse[parameter] = self._collectives.start("sparse", gradient, self._routes.names[parameter])
+        op = mpi_ops.Average if self._averages else mpi_ops.Sum
+        self._step.sparse[parameter] = self._transport.start_sparse(gradient, self._routes.names[parameter], op)
 
     @property
-    def _world(self) -> int:
-        return int(self._process_set.size())
-
-    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
-        """Do as the base says. If ranks in other steps would begin with another collective, one of that kind goes first.
-
-        It has the name of theirs. Its type tells what follows, and is never that of a message, so that Horovod raises on all
-        ranks if there are any. Without it the ranks would wait for each other: Horovod compares what has the same name, and
-        the name of an allreduce is never that of an allgather.
-        """
-        kind, message, to, *_ = collective
-        start = self._collectives.start
-        if bucket is None:
-            # The name is no parameter's.
-            return start(kind, message, ".sample")
-        if bucket.stands_in is None:
-            return start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
-        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
-        first = start(bucket.stands_in, marker, f"{bucket.name}.{bucket.rounds}", bucket=bucket)
-        second = start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
-        return lambda: (first(), second())[1]
+    def _averages(self) -> bool:
+        return self.updates is not None or bool(self.optimizer.op == mpi_ops.Average)
 
     def _target(self, parameter: Tensor) -> Tensor | None:
         if not parameter.requires_grad:
@@ -243,18 +221,18 @@ class Reducer(TensorReducer):
             try:
                 self._prepare()
                 if self.pipeline is not None:
-                    self._collectives.clear_up()
+                    self._transport.clear_up()
                     self._complete()
                     self._end_sparse(self.pipeline)
             except BaseException:
                 self._give_up_step()
-                if self._collectives.told:
+                if self._transport.told:
                     # The rank that has told this one waits for it now, and goes on with the same step as this one.
-                    self._collectives.clear_up()
+                    self._transport.clear_up()
                 raise
-        steps = self._collectives.steps
+        steps = self._transport.steps
         try:
-            self._collectives.end_step()
+            self._transport.end_step()
             self._step = Step()
             self._restore_hooks()
             optimizer._synchronized = True
@@ -264,7 +242,7 @@ class Reducer(TensorReducer):
             raise
         except BaseException:
             self._give_up_step()
-            self._collectives.take_back_step(steps)
+            self._transport.take_back_step(steps)
             raise
         if self.pipeline is not None and self.scaler is None:
             self.note_reduced()
@@ -277,7 +255,7 @@ class Reducer(TensorReducer):
             if len(self._routes.names) < len(self.optimizer._requires_update):
                 self._extend_routes()
         except BaseException:
-            self._give_up_reduction()
+            self.give_up()
             raise
 
     def _end_sparse(self, pipeline: Pipeline) -> None:
@@ -300,11 +278,11 @@ class Reducer(TensorReducer):
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
         optimizer._handles.clear()
 
-    def _give_up_reduction(self) -> None:
+    def give_up(self) -> None:
         """Give up a step that all ranks reduce now: the others wait for this one's part, also if none has begun."""
         self._give_up_step()
         # Before the first agreement there is nothing that could tell them.
-        self._collectives.given_up = self.pipeline is not None
+        self._transport.given_up = self.pipeline is not None
 
     def _give_up_step(self) -> None:
         """Forget the step that has begun, so that the next can begin. Never waits for other ranks.
@@ -315,7 +293,7 @@ class Reducer(TensorReducer):
         """
         step, self._step = self._step, Step()
         if step.begun:
-            self._collectives.given_up = True
+            self._transport.given_up = True
         gone = step.taken - step.waiting
         for parameter, name in self._routes.names.items() if gone else ():
             if name in gone and parameter.requires_grad:
@@ -324,6 +302,17 @@ class Reducer(TensorReducer):
             self.pipeline.abort()
         self._restore_hooks()
         self.optimizer._synchronized = False
+
+    @uncompiled
+    def check_not_left_out(self) -> None:
+        """Give up the step and raise RuntimeError if a GradScaler seems to have left it out on this rank alone."""
+        self.check_unchanged()
+        if not are_finite([one.gradient for one in self._step.handed.values() if one.gradient is not None]):
+            self._give_up_step()
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and a gradient holds NaN or "
+                f"infinity: other ranks may have stepped. {WITH_SCALER}"
+            )
 
     def check_unchanged(self) -> None:
         """Give up the step and raise RuntimeError if a gradient was changed after it had been handed over."""
@@ -340,24 +329,6 @@ class Reducer(TensorReducer):
             "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/libraries.md shows where to call "
             f"optimizer.synchronize() before it does. {WITH_SCALER}"
         )
-
-    @uncompiled
-    def check_not_left_out(self) -> None:
-        """Give up the step and raise RuntimeError if a GradScaler seems to have left it out on this rank alone."""
-        self.check_unchanged()
-        for parameter, (gradient, *_) in self._step.handed.items():
-            if gradient is not None and not are_finite([gradient]):
-                name = self.optimizer._parameter_names[parameter]
-                self._give_up_step()
-                raise RuntimeError(
-                    f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and the gradient of "
-                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. {WITH_SCALER}"
-                )
-
-    def give_up(self) -> None:
-        """Give up the step that may have begun, because all ranks do."""
-        self._give_up_step()
-        self._collectives.given_up = True
 
     def parameters_added(self) -> None:
         """Take in a group of parameters that was added to the optimizer."""
@@ -406,16 +377,11 @@ class Reducer(TensorReducer):
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
-        # Before there is a number, names are the same for all optimizers of a process set.
-        prefix = f"horovod_sparse.{self._process_set.process_set_id}."
-        everyone = partial(gather_json, name=f"{prefix}agree.state", process_set=self._process_set)
-        self._collectives.prefix = f"{prefix}{self._number}."
-        position = self._process_set.rank()
-        self._extend(new, found, everyone, position=position, rank=mpi_ops.rank(), averages=self._averages)
+        self._extend(new, found)
 
     def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
         """Compare settings and `new` parameters on all ranks. Return which have sparse gradients on some rank. Blocks."""
-        optimizer, process_set, number = self.optimizer, self._process_set, self._number
+        optimizer, process_set, number = self.optimizer, self._process_set, self._transport.number
         names = optimizer._parameter_names
         known_sparse = () if self.deferred is None or self.updates is not None else self.deferred.get("sparse", ())
         mine = {
@@ -434,17 +400,16 @@ class Reducer(TensorReducer):
         key = (process_set.process_set_id, *process_set.ranks)
         # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
         # that is compared does.
-        name = f"horovod_sparse.{process_set.process_set_id}.agree"
-        everyone = gather_json([mine, sparse, _agreed[key], sums(new)], name, process_set)
+        everyone = self._transport.everyone([mine, sparse, _agreed[key], sums(new)], "agree")
         compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
         values = [theirs for *_, theirs in everyone]
         remedy = "call hvd.broadcast_parameters first"
         warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), remedy)
         check_real(new)
         if number is None:
-            self._number = max(agreed for _, _, agreed, *_ in everyone)
+            number = self._transport.number = max(agreed for _, _, agreed, *_ in everyone)
             # The next optimizer gets another one.
-            _agreed[key] = self._number + 1
+            _agreed[key] = number + 1
         return {name for _, names, *_ in everyone for name in names}
 
     # --- statistics and state: see `Store` ---

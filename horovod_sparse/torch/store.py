@@ -19,6 +19,7 @@ from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
+from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.ops.protocol import Part
 from horovod_sparse.torch.compiled import tensor_ops
@@ -56,6 +57,7 @@ class TensorReducer(Store):
     """
 
     compressor: TorchCompressor
+    _transport: Transport
     optimizer: Any = None
     """None if it is not known."""
     _groups: Mapping[Tensor, Hashable] = {}
@@ -86,17 +88,13 @@ class TensorReducer(Store):
     # --- what is left to others ---
 
     @property
-    @abstractmethod
-    def _world(self) -> int:
-        """The number of ranks that exchange."""
+    def _averages(self) -> bool:
+        """Whether gradients are averaged over the ranks, or added up."""
+        return True
 
     @abstractmethod
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter in this step, as a dense tensor; None if there is none."""
-
-    @abstractmethod
-    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
-        """Start a bucket's next collective, or the only one without a bucket. Return what waits for its result."""
 
     def _target(self, parameter: Tensor) -> Tensor | None:
         """Return where the reduced gradient of a parameter belongs; None if it is not needed."""
@@ -107,7 +105,7 @@ class TensorReducer(Store):
         """Reduce the movements of parameters, which are in their gradients; see `Updates.step`."""
 
     @abstractmethod
-    def _give_up_reduction(self) -> None:
+    def give_up(self) -> None:
         """Give up a step that all ranks reduce now."""
 
     # --- a step ---
@@ -125,6 +123,11 @@ class TensorReducer(Store):
             gradients = map(self._gradient, self._routes.in_buckets.values())
             scale = None if self.scaler is None else float(self.scaler.get_scale())
             pipeline.start_step((one for one in gradients if one is not None), scale, undoes=self.undoes)
+
+    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
+        """Start a bucket's next collective, or the only one without a bucket, whose name is no parameter's."""
+        name = ".sample" if bucket is None else f"{bucket.name}.{bucket.rounds}"
+        return self._transport.start(collective, name, bucket)
 
     def _take(self, parameter: Tensor) -> None:
         """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
@@ -176,7 +179,7 @@ class TensorReducer(Store):
         pipeline.complete(under_way, self._write, self._start)
         self._fail_together(pipeline)
         if step.lengths is not None:
-            means = step.lengths() / self._world
+            means = step.lengths() / self._transport.world
             if not pipeline.fails:
                 self.lengths.note(means.tolist())
 
@@ -216,22 +219,22 @@ class TensorReducer(Store):
             shapes = {name: tuple(one.shape) for one, name in names.items() if name not in sparse}
             check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
 
-    def _extend(
-        self,
-        new: dict[Tensor, str],
-        sparse: Collection[str],
-        gather: Callable[[object], list[Any]],
-        *,
-        rank: int,
-        **place: Any,
-    ) -> None:
+    def _extend(self, new: dict[Tensor, str], sparse: Collection[str] = ()) -> None:
         """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks."""
         pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
-        agree_on_states(lambda: self._check(state, new, () if self._sparse_as_dense else sparse), gather, rank)
+        transport, is_dense = self._transport, () if self._sparse_as_dense else sparse
+        agree_on_states(lambda: self._check(state, new, is_dense), transport)
         if pipeline is None:
-            groups = compressor.exchange.hosts(self._world, gather)
-            place |= {"world": self._world, "rank": rank, "groups": groups, "device_selector": on_gpu}
-            pipeline = Pipeline(tensor_ops(), compressor, **place)
+            pipeline = Pipeline(
+                tensor_ops(),
+                compressor,
+                world=transport.world,
+                position=transport.position,
+                rank=transport.rank,
+                averages=self._averages,
+                groups=compressor.exchange.hosts(transport.world, transport.everyone),
+                device_selector=on_gpu,
+            )
             if self.momentum is not None:
                 pipeline.intake.momentum = self.momentum.of
         self._add_buckets(new, sparse, pipeline)
@@ -318,13 +321,13 @@ class TensorReducer(Store):
         """Let the optimizer step with this rank's gradients, and exchange its update."""
         assert self.updates is not None
         self.restore_moved()
-        return self.updates.step(step, self._reduce_updates, self._give_up_reduction)
+        return self.updates.step(step, self._reduce_updates, self.give_up)
 
     def grown(self, movements: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return the movements of this step, which have grown by what their mean over the workers loses (`Lengths`)."""
         if self.lengths.grow and movements:
             self._step.sample = self._sample.of(movements)
-            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._world))
+            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._transport.world))
         return movements
 
     def move_parameters(
@@ -345,7 +348,7 @@ class TensorReducer(Store):
         if pipeline is not None:
             nothing = (pipeline.is_open and not self.in_flight) or all(bucket.is_dense for bucket in pipeline.buckets)
             residuals = {} if nothing else pipeline.residuals.views
-        found, grown = [], self.lengths.factor(self._world)
+        found, grown = [], self.lengths.factor(self._transport.world)
         for group in optimizer.param_groups:
             rate = 1.0 / grown if self._in_parameters else 1.0 if self.compressor.in_updates else float(group["lr"])
             for parameter in group["params"]:

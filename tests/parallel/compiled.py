@@ -54,9 +54,6 @@ def models(optimizer: Any, model: nn.Module, compile_it: Compile) -> None:
 
 
 CASES = {"step": (updates, "eager"), "model": (models, "eager"), "whole": (whole_steps, "eager")}
-if shutil.which("c++"):
-    # What it compiles is what the other one is given.
-    CASES["whole-inductor"] = (whole_steps, "inductor")
 
 
 @scenario(MPI_2, TORCHRUN_2, cases=CASES)
@@ -79,3 +76,10 @@ def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
         assert kept(first) == kept(second)
     else:
         assert_close(compiled, plain)
+
+
+@scenario(TORCHRUN_2, quick=False)
+def compiling_to_machine_code_changes_nothing() -> None:
+    # It takes a quarter of a minute. What it compiles is what the other backend is given.
+    if shutil.which("c++"):
+        compiling_changes_nothing(whole_steps, "inductor")

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ from horovod_sparse.contrib import torch_local
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import transport
+from horovod_sparse.torch import group_reducer
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.store import TensorReducer
@@ -361,7 +360,6 @@ def local_updates(law: Any, *arguments: Any) -> None:
 
 def _interrupt(owner: Any, name: str, call: int) -> Any:
     """On worker 1, let a call of a method be interrupted."""
-    owner = import_module(owner) if isinstance(owner, str) else owner
     method, calls = getattr(owner, name), itertools.count(1)
 
     def called(*arguments: Any, **named: Any) -> Any:
@@ -373,11 +371,11 @@ def _interrupt(owner: Any, name: str, call: int) -> Any:
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "first": (transport, "check_real", 1),
+    "first": (group_reducer, "check_real", 1),
     "buckets": (TensorReducer, "_add_buckets", 1),
     "loads": (Pipeline, "load_state_dict", 1),
     "begins": (Pipeline, "start_step", 1),
-    "asks": ("horovod_sparse.contrib.horovod_group", "as_line", 1),
+    "asks": (Group, "_ask", 1),
     "one-started": (Bucket, "begin", 2),
     "one-complete": (Pipeline, "advance", 2),
     "dense": (DenseBucket, "conclude", 1),

@@ -85,7 +85,7 @@ def numpy_workers_that_differ_all_raise() -> None:
 
     another, arrays = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(Halving(0.5, 0.1))), np.ones(1000 + hvd.rank())
     message = raised(ValueError, lambda: another.load_state_dict(state, {"weight": arrays}))
-    assert "all workers must reduce the same arrays" in message
+    assert "all ranks must run the same model" in message
 
     # The order of a dictionary is not the order of the collectives.
     names = ["a", "b", "c"] if hvd.rank() == 0 else ["c", "b", "a"]

@@ -124,9 +124,9 @@ def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
     ended: list[int] = []
     start = Group.start
 
-    def recorded(self: Any, collective: Any) -> Any:
+    def recorded(self: Any, *given: Any) -> Any:
         started.append(len(ended))
-        wait = start(self, collective)
+        wait = start(self, *given)
 
         def waited() -> Any:
             ended.append(len(started))

@@ -29,6 +29,7 @@ class GroupReducer(TensorReducer):
     If there are no names, parameters get numbers in the reverse order of their gradients. `lr_in_residual` needs `optimizer`.
     """
 
+    _transport: Group
     shards: Sequence[Group] = ()
     """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
     agrees = False
@@ -83,29 +84,20 @@ class GroupReducer(TensorReducer):
                 yield
         except BaseException:
             self._transport.give_up()
-            self._give_up_reduction()
+            self.give_up()
             raise
 
-    def _give_up_reduction(self) -> None:
+    def give_up(self) -> None:
         self._step, self.in_flight = Step(), False
         if self.pipeline is not None:
             self.pipeline.abort()
-
-    @property
-    def _world(self) -> int:
-        return self._transport.world
-
-    @property
-    def _averages(self) -> bool:
-        """Whether gradients are averaged over the ranks, or added up."""
-        return True
 
     def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
         numbers, self._step.numbers = self._step.numbers, None
         if numbers is not None:
             # Before the first exchange of a step: if the ranks are in different steps, all raise.
             check_steps(numbers().tolist(), self._transport.rank)
-        return self._transport.start(collective)
+        return super()._start(bucket, collective)
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
@@ -153,11 +145,11 @@ class GroupReducer(TensorReducer):
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
         if self.agrees:
-            agree_on_states(lambda: None, group.everyone, group.rank)
+            agree_on_states(lambda: None, group)
             self.compressor.exchange.hosts(group.world, group.everyone)
             self.agrees = False
             return
-        self._extend(new, (), group.everyone, position=group.position, rank=group.rank, averages=self._averages)
+        self._extend(new)
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
         """Return what must be equal on all ranks."""
