@@ -31,6 +31,7 @@ class _Workers:
     def post(self, lane: Hashable, rank: int, kind: str, message: Any) -> int:
         with self.changed:
             self.posts[lane, rank].append((kind, message))
+            self.asked = 0
             self._wake()
             return len(self.posts[lane, rank]) - 1
 
@@ -68,8 +69,8 @@ class _Workers:
 
 
 class _Request:
-    def __init__(self, is_complete: Callable[[], bool], wait: Callable[[], None]) -> None:
-        self.Test, self.Wait = is_complete, wait
+    def __init__(self, is_complete: Callable[[], bool]) -> None:
+        self.Test = is_complete
 
 
 class Comm:
@@ -89,9 +90,6 @@ class Comm:
         self._workers.wait(self._lane, number)
         return Comm(self._workers, self._rank, (self._lane, number))
 
-    def allgather(self, value: Any) -> list[Any]:
-        return self._workers.wait(self._lane, self._workers.post(self._lane, self._rank, "allgather", value))
-
     def _begin(self, kind: str, message: Any, result: Any, come_together: Callable[[list[Any]], Any]) -> _Request:
         number = self._workers.post(self._lane, self._rank, kind, message.copy())
 
@@ -105,11 +103,11 @@ class Comm:
                 return True
             return False
 
-        return _Request(has_come, wait)
+        return _Request(has_come)
 
     def Isend(self, message: Any, to: int) -> _Request:
         self._workers.told.add((self._lane, to))
-        return _Request(lambda: True, lambda: None)
+        return _Request(lambda: True)
 
     def Iprobe(self) -> bool:
         return (self._lane, self._rank) in self._workers.told

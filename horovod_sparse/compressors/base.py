@@ -128,7 +128,7 @@ class Compressor(ABC):
     """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     default_exchange: ClassVar[Exchange] = Pairs()
     chooses: ClassVar[Collection[Choice]] = ("own", "spread")
-    """What `select` can choose. Exchanges that need something else (`Exchange.needs`) are refused, but for the default."""
+    """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
     __signature__ = _Signature()
 
     def __new__(cls, *_: object, **given: object) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -36,7 +36,6 @@ class HorovodGroup(Group):
             (process_set.process_set_id, *process_set.ranks), Collectives(process_set, "group")
         )
         self.world, self.position, self.rank = process_set.size(), process_set.rank(), mpi_ops.rank()
-        self.device = torch.device("cpu")
         self._waits: list[Wait] = []
         self._results: list[Tensor] = []
 
@@ -50,6 +49,11 @@ class HorovodGroup(Group):
             return self._results[number]
 
         return result
+
+    def _ask(self, line: bytes, room: int) -> Callable[[], list[bytes]]:
+        # In one collective, whatever its length: some workers wait for it before they start others, and some do not.
+        wait = self.start(Collective("allgather", torch.frombuffer(bytearray(line + b"\n"), dtype=torch.uint8)))
+        return lambda: wait().numpy().tobytes().splitlines()
 
     @contextmanager
     def together(self, *, goes_on: bool = False) -> Iterator[None]:

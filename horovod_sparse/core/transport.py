@@ -21,10 +21,10 @@ class Transport(Protocol):
 
     @property
     def rank(self) -> int:
-        """Its number among all processes, for messages."""
+        """Its number in messages."""
 
     def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
-        """Start a collective, and return a function that waits for its result. An allreduce is in place.
+        """Start a collective, and return a function that waits for its result. An allreduce may be in place.
 
         All workers give the same `name`. A transport matches by names, or by order. `bucket` is what is exchanged, if any.
         """

@@ -51,7 +51,6 @@ class Communicator:
         return self._start(collective, self._lane)
 
     def everyone(self, value: Any) -> list[Any]:
-        """See `Transport`."""
         line = json.dumps(value).encode("ascii")
         lengths = self._start(Collective("allgather", np.array([len(line)])), self._comm)()
         padded = np.frombuffer(line.ljust(lengths.max()), np.uint8)

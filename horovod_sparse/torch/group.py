@@ -51,7 +51,6 @@ class Group:
         self.device = device
 
     def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
-        """See `Transport`."""
         message: Tensor = collective.message.contiguous()
         result = message
         where: dict[str, Any] = {"group": self.group, "async_op": True}
@@ -73,7 +72,6 @@ class Group:
         return wait
 
     def everyone(self, value: Any) -> list[Any]:
-        """See `Transport`."""
         return self.ask(value)()
 
     def ask(self, value: Any) -> Callable[[], list[Any]]:

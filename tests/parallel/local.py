@@ -31,7 +31,9 @@ from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, ra
 from .ddp.common import Exact
 from .scenario import EVERYWHERE, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
-SHAPES: dict[str, Sequence[int]] = {"small": (30,), "first": (40, 50), "second": (3000,)}
+SMALL = "small" * 1000
+"""What workers tell each other then takes more than the first message of `Group.ask`."""
+SHAPES: dict[str, Sequence[int]] = {SMALL: (30,), "first": (40, 50), "second": (3000,)}
 EVERY = 3
 
 Moved = Mapping[str, np.ndarray]
@@ -69,7 +71,7 @@ def moves(step: int, rank: int | None = None) -> dict[str, np.ndarray]:
 
 def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True) -> None:
     """Every exchange is what the formulas give with the NumPy pipelines of all workers."""
-    compressed = [name for name in SHAPES if name != "small"]
+    compressed = [name for name in SHAPES if name != SMALL]
     arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000}
     settings = {"every": EVERY, "residual_decay": decay, "outer_lr": outer_lr, "outer_momentum": momentum}
     parameters, move, _ = make(sparse.TopK(**arguments), divides=divides, **settings)
@@ -89,7 +91,7 @@ def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True)
             lengths.note([[one.ravel() for one in drift.values()] for drift in drifts])
             drifts = [{name: factor * one for name, one in drift.items()} for drift in drifts]
         means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
-        means["small"] = np.stack([one["small"] for one in drifts]).mean(axis=0, dtype=np.float32)
+        means[SMALL] = np.stack([one[SMALL] for one in drifts]).mean(axis=0, dtype=np.float32)
         for pipeline in oracle.pipelines:
             for name in compressed:
                 pipeline.residuals.views[name][:] *= np.float32(decay)
@@ -144,7 +146,7 @@ def what_is_not_finite_raises_on_all_and_training_goes_on(overlap: int = 0) -> N
     before = {name: one.clone() for name, one in parameters.items()}
     bad = moves(1)
     if hvd.rank() == 1:
-        bad["first"][3, 4] = bad["small"][5] = np.nan
+        bad["first"][3, 4] = bad[SMALL][5] = np.nan
     if overlap:
         move(bad)
     raised(FloatingPointError, lambda: move(bad))
@@ -375,7 +377,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "buckets": (TensorReducer, "_add_buckets", 1),
     "loads": (Pipeline, "load_state_dict", 1),
     "begins": (Pipeline, "start_step", 1),
-    "asks": (Group, "_ask", 1),
+    "asks": (Group, "ask", 1),
     "one-started": (Bucket, "begin", 2),
     "one-complete": (Pipeline, "advance", 2),
     "dense": (DenseBucket, "conclude", 1),
