@@ -90,6 +90,9 @@ class Comm:
         self._workers.wait(self._lane, number)
         return Comm(self._workers, self._rank, (self._lane, number))
 
+    def allgather(self, value: Any) -> list[Any]:
+        return self._workers.wait(self._lane, self._workers.post(self._lane, self._rank, "allgather", value))
+
     def _begin(self, kind: str, message: Any, result: Any, come_together: Callable[[list[Any]], Any]) -> _Request:
         number = self._workers.post(self._lane, self._rank, kind, message.copy())
 
