@@ -77,8 +77,9 @@ def _group() -> tuple[Any, Any]:
     """Start Horovod, or torch.distributed under torchrun. Return the transport and this worker's device."""
     import torch
 
+    # First, because it imports the other one.
+    hvd: Any = import_module("horovod_sparse.torch")
     from horovod_sparse.contrib.torch_local import transport_of
-    from horovod_sparse.torch import stock
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -89,9 +90,8 @@ def _group() -> tuple[Any, Any]:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_disconnect)
         return transport_of(None, device), device
-    hvd: Any = stock.module
-    if hvd is None:
-        raise SystemExit(f"try needs Horovod with PyTorch ({stock.missing}), or torchrun; see horovod-sparse check")
+    if hvd.stock.module is None:
+        raise SystemExit(f"try needs Horovod with PyTorch ({hvd.stock.missing}), or torchrun; see horovod-sparse check")
     hvd.init()
     if hvd.size() < 2:
         raise SystemExit(
