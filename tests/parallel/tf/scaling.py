@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.tensorflow import DGC, Clip, DistributedGradientTape, MiCRO, SIDCo, Threshold, TopK
+from horovod_sparse.tensorflow import DGC, Clip, DistributedGradientTape, MiCRO, SIDCo, TopK
 
 from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import MakeCompression, assert_identical, everyone
@@ -38,10 +38,8 @@ def _plain(optimizer: Any, compression: Any) -> Any:
 
 _CASES: dict[str, tuple[MakeCompression, Wrap]] = {
     "SIDCo-around": (lambda: SIDCo(0.02, warmup=None), _around),
-    "SIDCo-inside": (lambda: SIDCo(0.02, warmup=None), _inside),
     "DGC-around": (lambda: DGC(0.02, warmup=None), _around),
     "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside),
-    "Threshold-around": (lambda: Threshold(0.05), _around),
     "clipped-inside": (lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None), _inside),
     "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around),
     "none-around": (lambda: hvd.Compression.none, _around),
