@@ -496,5 +496,5 @@ def check_replicas(result: list[Reduced]) -> None:
 
 
 TestMachine = Machine.TestCase
-examples = 600 if settings.get_current_profile_name() == "full" else 240
+examples = 600 if settings.get_current_profile_name() == "full" else 140
 TestMachine.settings = settings(max_examples=examples, stateful_step_count=10)

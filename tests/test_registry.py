@@ -66,6 +66,7 @@ def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
         assert type(other) is type(compression) and repr(other) == repr(compression)
 
 
+@pytest.mark.full
 def test_mypy_checks_what_users_write() -> None:
     code = (
         "from horovod_sparse.torch import SIDCo, MomentumCorrection, Schedule\n"

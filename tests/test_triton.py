@@ -334,6 +334,7 @@ def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
     check_choice(worker, step)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [TopK, COMPRESSORS["gpareto"]])
 def test_a_sample_finds_few_candidates_and_enough_of_them(make: Any) -> None:
     """What was seen before is of no use: first there was nothing, then entries are a thousand times smaller."""

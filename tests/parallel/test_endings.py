@@ -23,6 +23,7 @@ def _run(launch: Launch, *module: str) -> str:
     return ended.output
 
 
+@pytest.mark.full
 def test_stock_join_is_an_error_not_a_hang() -> None:
     output = _run(MPI_2, "parallel.endings")
     assert "AssertionError: hvd.join() was called while TopK(" in output

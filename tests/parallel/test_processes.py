@@ -28,13 +28,11 @@ def test_order_of_imports(framework: str, case: str) -> None:
     assert " works" in _printed(ALONE, "parallel.imports", framework, case, HOROVOD_SPARSE_FORCE="1")
 
 
+@pytest.mark.full
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("launch", "trains", "case"),
-    [
-        (TF_2, "torch", "tensorflow_last"),
-        pytest.param(TF_GLOO_2, "tensorflow", "torch_last", marks=pytest.mark.full),
-    ],
+    [(TF_2, "torch", "tensorflow_last"), (TF_GLOO_2, "tensorflow", "torch_last")],
     ids=str,
 )
 def test_two_frameworks_in_one_process(launch: Launch, trains: str, case: str) -> None:
