@@ -55,10 +55,12 @@ class Scenario:
     def is_quick(self, launch: Launch) -> bool:
         """Whether `make test` runs it there: with the first launch of a framework.
 
-        TensorFlow takes seconds to trace a graph: of its scenarios, those that have several launches.
+        TensorFlow takes seconds to trace a graph: of its scenarios, those that have several launches. Of torchrun's, those of
+        two ranks.
         """
         own = [one for one in self.launches if one.framework == launch.framework]
-        return self.quick and launch == own[0] and (launch.framework != "tensorflow" or len(own) > 1)
+        is_short = {"tensorflow": len(own) > 1, "ddp": launch.ranks == 2}.get(launch.framework, True)
+        return self.quick and launch == own[0] and is_short
 
 
 def scenario(
