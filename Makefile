@@ -60,8 +60,9 @@ lint: setup ## ruff: style and layout; shellcheck and hadolint, which are publis
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 # A test need not say first that a value is not None (union-attr): where it is None, the test fails.
+# Each set of options has a cache of its own: runs with other options would empty it.
 types: setup ## mypy
-	$(bin)/mypy horovod_sparse
+	$(bin)/mypy --cache-dir .mypy_cache/package horovod_sparse
 	for folder in examples benchmarks studies docs ci "tests --disable-error-code union-attr --cache-dir .mypy_cache/tests"; do \
 		MYPYPATH=.:benchmarks:examples:studies:docs:tests $(bin)/mypy --follow-imports silent --allow-untyped-calls \
 			--allow-untyped-decorators --allow-subclassing-any --implicit-reexport --no-warn-return-any $$folder || exit 1; \
