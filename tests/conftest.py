@@ -52,8 +52,9 @@ EVERY: dict[str, int] = {
     "test_docs": 4,
     "test_momentum": 3,
     "test_virtual": 3,
-    "test_laws": 2,
-    "test_kernels": 2,
+    "test_laws": 4,
+    "test_kernels": 4,
+    "test_imports": 3,
 }
 """Of the cases of a test of these modules, which take long, `make test` runs every n-th, the first one included."""
 
