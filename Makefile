@@ -14,7 +14,7 @@ setup: ## install everything into .venv; about a second when that is done alread
 	@docker/setup.sh
 
 # Every part of the tests runs, also after another has failed (ci/tests.py). Tests marked `full` are left to test-all.
-test: setup lint types ## lint, types, then the quick tests: about 4 minutes on 2 cores
+test: setup lint types ## lint, types, then the quick tests: about 5 minutes on 2 cores
 	$(bin)/python ci/tests.py
 
 test-all: setup lint types ## the same with all tests and more examples: about half an hour on 2 cores
