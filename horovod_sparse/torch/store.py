@@ -222,8 +222,8 @@ class TensorReducer(Store):
     def _extend(self, new: dict[Tensor, str], sparse: Collection[str] = ()) -> None:
         """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks."""
         pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
-        transport, is_dense = self._transport, () if self._sparse_as_dense else sparse
-        agree_on_states(lambda: self._check(state, new, is_dense), transport)
+        transport, no_bucket = self._transport, () if self._sparse_as_dense else sparse
+        agree_on_states(lambda: self._check(state, new, no_bucket), transport)
         if pipeline is None:
             pipeline = Pipeline(
                 tensor_ops(),
