@@ -9,14 +9,20 @@ from hypothesis import strategies as st
 from horovod_sparse.estimation.controllers import PERIOD, Rule, StageController, most_stages
 
 
-def windows(controller: StageController, *qualities: float, most: int = 10) -> list[int]:
-    """The number of stages after each window of constant achieved/asked count."""
-    stages = []
-    for quality in qualities:
-        for _ in range(PERIOD):
-            controller.observe(round(1000 * quality), 1000, most)
-        stages.append(controller.stages)
-    return stages
+class Scripted:
+    """A bucket's controller, on scripted counts."""
+
+    def __init__(self, rule: Rule, stages: int) -> None:
+        self.controller = StageController(rule, stages)
+
+    def windows(self, *qualities: float, most: int = 10) -> list[int]:
+        """The number of stages after each window of constant achieved/asked count."""
+        stages = []
+        for quality in qualities:
+            for _ in range(PERIOD):
+                self.controller = self.controller.after(round(1000 * quality), 1000, most)
+            stages.append(self.controller.stages)
+        return stages
 
 
 @pytest.mark.parametrize(("ratio", "most"), [(0.1, 4), (0.01, 7), (0.001, 10), (0.5, 1), (0.25, 2), (1.0, 1)])
@@ -25,28 +31,28 @@ def test_most_stages(ratio: float, most: int) -> None:
 
 
 def test_paper_rule() -> None:
-    controller = StageController("paper", 3)
-    assert windows(controller, 1.3, 1.3, 1.3, 1.3) == [2, 1, 1, 1]
-    assert windows(controller, 0.7, 1.0, 0.81, 1.19, 0.79, 0.0) == [2, 2, 2, 2, 3, 4]
-    assert windows(controller, 0.1, 0.1, most=5) == [5, 5]
+    scripted = Scripted("paper", 3)
+    assert scripted.windows(1.3, 1.3, 1.3, 1.3) == [2, 1, 1, 1]
+    assert scripted.windows(0.7, 1.0, 0.81, 1.19, 0.79, 0.0) == [2, 2, 2, 2, 3, 4]
+    assert scripted.windows(0.1, 0.1, most=5) == [5, 5]
 
 
 def test_robust_rule_turns_round_when_the_papers_direction_is_wrong() -> None:
     """Heavy tails: too many, fewer stages make it worse."""
-    controller = StageController("robust", 3)
-    assert windows(controller, 2.0) == [2]
-    assert windows(controller, 8.0) == [1]  # An untried neighbour in the paper's direction comes first ...
-    assert windows(controller, 30.0) == [2]  # ... and is left for one that was better.
-    assert windows(controller, 8.0) == [3]
-    assert windows(controller, 2.0) == [4]
-    assert windows(controller, 1.1, 1.1) == [4, 4]
+    scripted = Scripted("robust", 3)
+    assert scripted.windows(2.0) == [2]
+    assert scripted.windows(8.0) == [1]  # An untried neighbour in the paper's direction comes first ...
+    assert scripted.windows(30.0) == [2]  # ... and is left for one that was better.
+    assert scripted.windows(8.0) == [3]
+    assert scripted.windows(2.0) == [4]
+    assert scripted.windows(1.1, 1.1) == [4, 4]
 
 
 def test_robust_rule_tries_a_stale_neighbour_again() -> None:
-    controller = StageController("robust", 1)
-    assert windows(controller, 0.1, 9.0) == [2, 3]
-    assert windows(controller, 0.5) == [4]
-    changed = windows(controller, *[0.6] * 60, most=4)
+    scripted = Scripted("robust", 1)
+    assert scripted.windows(0.1, 9.0) == [2, 3]
+    assert scripted.windows(0.5) == [4]
+    changed = scripted.windows(*[0.6] * 60, most=4)
     assert changed.count(3) > 0, "after a while the worse neighbour is tried again"
 
 
@@ -59,11 +65,9 @@ def test_stages_stay_in_range_and_resume_identically(rule: Rule, counts: list[in
     controller = StageController(rule, 1)
     half = len(counts) // 2
     for count in counts[:half]:
-        controller.observe(count, 1000, most)
+        controller = controller.after(count, 1000, most)
         assert 1 <= controller.stages <= most
-    resumed = StageController(rule, 1)
-    resumed.load_state_dict(controller.state_dict())
+    resumed = StageController(rule, 1).loaded(controller.state_dict())
     for count in counts[half:]:
-        controller.observe(count, 1000, most)
-        resumed.observe(count, 1000, most)
+        controller, resumed = controller.after(count, 1000, most), resumed.after(count, 1000, most)
         assert resumed == controller

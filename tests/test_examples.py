@@ -44,7 +44,6 @@ def needs(module: str) -> pytest.MarkDecorator:
     # DGC would refuse an optimizer with momentum.
     [
         ("torch_digits.py", "sidco", 0.01, 20_000),
-        pytest.param("torch_digits.py", "dgc", 0.01, 20_000, marks=pytest.mark.full),
         pytest.param("torch_digits.py", "none", 1.0, 700_000, marks=pytest.mark.full),
         pytest.param("tensorflow_digits.py", "sidco", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
         pytest.param("keras_digits.py", "dgc", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
@@ -149,31 +148,21 @@ def test_a_job_that_is_resumed_ends_with_the_same_parameters(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("launch", "epochs", "without"),
-    [
-        # The largest entry alone gets close at first, and no further.
-        (Launch("plain"), 4, ("top-1, no memory", "random-1, no memory")),
-        pytest.param(TWO_WORKERS, 1, ("random-1, no memory",), marks=pytest.mark.parallel),
-    ],
-    ids=str,
-)
-def test_logistic_regression_needs_memory(
-    launch: Launch, epochs: int, without: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parallel
+def test_logistic_regression_needs_memory(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    script = ["-m", "mpi4py", str(EXAMPLES / "numpy_logistic.py"), "--epochs", str(epochs), "--picture", str(picture)]
-    ended = launch.run(*script, limit=3 * LIMIT)
+    script = ["-m", "mpi4py", str(EXAMPLES / "numpy_logistic.py"), "--epochs", "1", "--picture", str(picture)]
+    ended = TWO_WORKERS.run(*script, limit=3 * LIMIT)
     assert ended.code == 0, ended
-    assert f"1797 samples, 65 features, {launch.ranks} workers, {1797 * epochs} steps" in ended.output
+    assert "1797 samples, 65 features, 2 workers, 1797 steps" in ended.output
     lines = [line for line in ended.output.splitlines() if line.startswith("| ")]
     cells = [line.strip("| ").split(" | ") for line in lines][1:]
     above = {name: float(distance) for name, _, distance, _ in cells}
     assert {name: int(sent) for name, sent, _, _ in cells}["top-3, memory"] == 3
     for name in ("top-1, memory", "top-3, memory", "random-3, memory"):
         assert above[name] < 2 * above["dense SGD"]
-    for name in without:
-        assert above[name] > 2 * above["dense SGD"]
+    # The largest entry alone gets close at first, and no further.
+    assert above["random-1, no memory"] > 2 * above["dense SGD"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -79,7 +79,7 @@ def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: Any) -> No
     compressor = MiCRO(0.001, scaling=scaling, warmup=None)
     pipelines = make_pipelines(ORACLE, compressor, {"p": (900,)}, workers=4)
     rng = np.random.default_rng(4)
-    for _ in range(3000):
+    for _ in range(1500):
         step(pipelines, lambda: gradients("laplace", 900, rng))
     state = pipelines[0].buckets[0].state
     assert isinstance(state, MiCROState) and 0 < state.current < 1e4

@@ -50,7 +50,6 @@ def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, f
     "launch",
     [
         Launch("mpirun", 2),
-        pytest.param(Launch("horovodrun", 2), marks=pytest.mark.full),
         pytest.param(Launch("torchrun", 2, "ddp"), marks=pytest.mark.full),
     ],
     ids=str,

@@ -338,8 +338,8 @@ def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
 @pytest.mark.parametrize("make", [TopK, COMPRESSORS["gpareto"]])
 def test_a_sample_finds_few_candidates_and_enough_of_them(make: Any) -> None:
     """What was seen before is of no use: first there was nothing, then entries are a thousand times smaller."""
-    numel = 40_000
-    worker, rng = Worker(make(0.01), [numel - 15_000, 15_000], block=256, chunk=256), np.random.default_rng(4)
+    numel = 20_000
+    worker, rng = Worker(make(0.01), [numel - 7_500, 7_500], block=256, chunk=256), np.random.default_rng(4)
     for scale in (1.0, 1e-3):
         worker.residual.zero_()
         step = worker.step(gradients("laplace", numel, rng) * np.float32(scale))
@@ -474,7 +474,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_check_of_a_gpu_works_interpreted() -> None:
     """It compares, and times, all that it does on a GPU."""
-    options = ("--interpret", "--sizes", 2000, "--ratios", 0.01, "--repetitions", 1)
+    options = ("--interpret", "--sizes", 500, "--ratios", 0.01, "--repetitions", 1)
     done = run("benchmarks/gpu_check.py", *options)
     assert done.returncode == 0, done.stderr
     assert "CPU, interpreted: no measurement" in done.stdout and "TopK, cold" in done.stdout

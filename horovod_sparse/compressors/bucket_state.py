@@ -6,8 +6,8 @@ import copy
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from horovod_sparse.exchange import regions
 
@@ -19,8 +19,7 @@ _MOST_EXPECTED = 8
 """The most entries above the cut that are worth noting, as a multiple of k."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The bucket that a selection is made from, the position of the worker that makes it, and the number of workers."""
 
     bucket: str = ""
@@ -28,8 +27,8 @@ class Place:
     world: int = 1
 
 
-_FIXED = (int, float, str, Place)
-"""Types of values that cannot change."""
+_FIXED = (int, float, str, tuple)
+"""Types of values that cannot change; a tuple holds nothing else."""
 ALONE = Place()
 """A selection outside of any bucket."""
 
@@ -60,7 +59,7 @@ class BucketState:
     """31-bit checksum of a choice that must be the same on all ranks."""
     proposal: float = 0.0
     """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `Union`)."""
-    bounds: list[int] = field(default_factory=list)
+    bounds: tuple[int, ...] = ()
     """The bounds of the ranks' regions (exchange `Balanced`); empty until the first step."""
 
     def state_dict(self) -> dict[str, object]:
@@ -88,12 +87,12 @@ class BucketState:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
             setattr(self, name, _own(state[name]))
-        self.bounds = [*state.get("bounds", [])]
+        self.bounds = (*state.get("bounds", []),)
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all fields, for `restore`."""
         # Without a call for each of them: this happens in every step.
-        return {name: value if type(value) in _FIXED else _own(value) for name, value in vars(self).items()}
+        return {name: value if isinstance(value, _FIXED) else _own(value) for name, value in vars(self).items()}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""

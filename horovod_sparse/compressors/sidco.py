@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
@@ -45,7 +45,7 @@ class SIDCoState(BucketState):
 
     saved: ClassVar[tuple[str, ...]] = ("aim", "cut")
     ranges = BucketState.ranges | {"aim": (1.0 / _MOST_AIM, _MOST_AIM), "cut": (POSITIVE[0], math.inf)}
-    controller: StageController = field(default_factory=lambda: StageController("paper", 1))
+    controller: StageController = StageController("paper", 1)
 
     aim: float = 1.0
     """Entries to aim at, as a multiple of k (adapt="robust")."""
@@ -55,7 +55,7 @@ class SIDCoState(BucketState):
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         # The controller checks its part of the state, and may refuse it: then nothing else must have changed.
-        self.controller.load_state_dict(state)
+        self.controller = self.controller.loaded(state)
         super().adopt(state)
 
 
@@ -164,7 +164,7 @@ class SIDCo(Compressor):
     def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
         """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
         if self.stages == "auto":
-            state.controller.observe(found, aim, most_stages(self.ratio_at(state.step)))
+            state.controller = state.controller.after(found, aim, most_stages(self.ratio_at(state.step)))
         if self.adapt == "robust":
             state.aim = next_aim(state.aim, found, k)
 

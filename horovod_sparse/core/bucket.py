@@ -65,6 +65,7 @@ class Bucket:
         self.exchange = compressor.exchange
         """How the bucket is exchanged in this step, or was in the last one."""
         self._copies: list[Array] | None = None
+        self._ratio = math.nan
         self._resize()
         self._host = HostSelector(ops, compressor, buffer, velocity, self._remember)
         self.close()
@@ -81,7 +82,7 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: list[Entries] = []
-        """Entries of the residual taken, and their values before. If the first is NaN, they are not taken yet."""
+        """Entries of the residual taken, and their values before; zeros until they are taken."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
@@ -110,7 +111,7 @@ class Bucket:
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
         """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before."""
-        gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
+        gradients: dict[tuple[Momentum | None, float], list[SlotGradient]] = defaultdict(list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             arriving(self.missing, name)
             slot, momentum = self.slots[name], intake.momentum(name)
@@ -152,8 +153,10 @@ class Bucket:
 
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
-        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.capacity_for(self.numel, self.k)
+        ratio = self.compressor.ratio_at(self.state.step)
+        if ratio != self._ratio:
+            self._ratio, self.k = ratio, self.compressor.target_count(self.numel, ratio)
+            self.capacity = self.capacity_for(self.numel, self.k)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
@@ -205,8 +208,6 @@ class Bucket:
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
-        # A NaN in the first place says that they are not taken yet.
-        entries[:1] = math.nan
         self._taken.append(Entries(indices, entries))
         return entries
 
@@ -316,8 +317,8 @@ class Bucket:
         """Return what was taken to the residual."""
         self._recall()
         for indices, values in self._taken:
-            first = values[:1]
-            if bool((first == first).any()):
+            # Zeros are those of entries that are not taken yet, or that were zero.
+            if bool(values.any()):
                 self.buffer[indices] = values
         if self.run is not None:
             self.run.restore()

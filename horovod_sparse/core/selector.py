@@ -75,6 +75,7 @@ class HostSelector:
 
     def __post_init__(self) -> None:
         self._tracked = self.ops.tracked(self.buffer)
+        self._few = len(self.buffer) // _FEW
         # The tests hold the package's own classes to it.
         self._is_foreign = not type(self.compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
         self._dtype = str(self.buffer.dtype).removeprefix("torch.")
@@ -84,7 +85,7 @@ class HostSelector:
 
     def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
         self._state, self._k, self._capacity, self.not_finite = state, k, capacity, []
-        compressor, room = self.compressor, min(state.room, len(self.buffer) // _FEW)
+        compressor, room = self.compressor, min(state.room, self._few)
         expects = selects and not compressor.exchange.owns_parts
         self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if expects else Hints())
 
@@ -116,7 +117,8 @@ class HostSelector:
             indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
         else:
             indices, found, _ = self.select(self.buffer, self._state, self._k, self._capacity)
-        self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
+        sent = len(indices)
+        self._outcome = Outcome(sent, found - sent, self.not_finite)
         message = self.ops.take_pairs(self.buffer, indices, self._capacity, self.remember(indices))
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Rule = Literal["paper", "robust"]
 
@@ -28,8 +27,7 @@ def most_stages(ratio: float) -> int:
     return min(max(1, math.ceil(math.log(ratio) / math.log(0.5))), MOST_STAGES)
 
 
-@dataclass
-class StageController:
+class StageController(NamedTuple):
     """Adapts the number of stages M of one bucket (SIDCo, https://arxiv.org/abs/2101.10761).
 
     It depends on the distribution's tail whether a stage raises or lowers the count, hence the feedback.
@@ -42,59 +40,51 @@ class StageController:
 
     rule: Rule
     stages: int
-    _window: list[float] = field(default_factory=list)
-    _windows_seen: int = 0
-    _errors: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """M -> (|ln q|, the window in which it was measured)."""
+    window: tuple[float, ...] = ()
+    windows_seen: int = 0
+    errors: tuple[tuple[int, float, int], ...] = ()
+    """(M, |ln q|, the window in which it was measured), in ascending order."""
 
-    def observe(self, achieved: int, asked: int, most: int) -> None:
-        """Take in one step's counts; `most` is M_max for the ratio of that step."""
-        self._window.append(achieved / asked)
-        if len(self._window) < PERIOD:
-            return
-        quality = sum(self._window) / len(self._window)
-        self._window.clear()
-        self._windows_seen += 1
-        self._errors[self.stages] = (abs(math.log(max(quality, _FLOOR))), self._windows_seen)
-        if abs(quality - 1.0) <= TOLERANCE:
-            return
-        direction = -1 if quality > 1.0 else 1
-        candidates = (direction,) if self.rule == "paper" else (direction, -direction)
-        for step in candidates:
-            neighbour = self.stages + step
-            if 1 <= neighbour <= most and (self.rule == "paper" or self._worth_trying(neighbour)):
-                self.stages = neighbour
-                return
-        self.stages = min(self.stages, most)
-
-    def _worth_trying(self, stages: int) -> bool:
-        if stages not in self._errors:
-            return True
-        error, measured = self._errors[stages]
-        return self._windows_seen - measured > _STALE_AFTER or error < self._errors[self.stages][0]
-
-    def __deepcopy__(self, memo: object) -> StageController:
-        # A copy is made in every step; this takes a fraction of the time.
-        return StageController(self.rule, self.stages, list(self._window), self._windows_seen, dict(self._errors))
+    def after(self, achieved: int, asked: int, most: int) -> StageController:
+        """Return the controller after a step with these counts; `most` is M_max for the ratio of that step."""
+        rule, stages, window, seen, known = self
+        window = (*window, achieved / asked)
+        if len(window) < PERIOD:
+            return StageController(rule, stages, window, seen, known)
+        quality, seen = sum(window) / PERIOD, seen + 1
+        errors = {m: (error, measured) for m, error, measured in known}
+        errors[stages] = mine, _ = abs(math.log(max(quality, _FLOOR))), seen
+        if abs(quality - 1.0) > TOLERANCE:
+            direction = -1 if quality > 1.0 else 1
+            untried = -1.0, seen
+            for neighbour in (stages + direction, *([] if rule == "paper" else [stages - direction])):
+                error, measured = errors.get(neighbour, untried)
+                is_worth_trying = rule == "paper" or seen - measured > _STALE_AFTER or error < mine
+                if 1 <= neighbour <= most and is_worth_trying:
+                    stages = neighbour
+                    break
+            else:
+                stages = min(stages, most)
+        return StageController(rule, stages, (), seen, tuple((m, *of_m) for m, of_m in sorted(errors.items())))
 
     def state_dict(self) -> dict[str, object]:
         """Return plain numbers and lists, enough to continue identically."""
         return {
             "stages": self.stages,
-            "window": list(self._window),
-            "windows_seen": self._windows_seen,
-            "errors": [[stages, error, measured] for stages, (error, measured) in sorted(self._errors.items())],
+            "window": [*self.window],
+            "windows_seen": self.windows_seen,
+            "errors": [[*one] for one in self.errors],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raise ValueError for anything else."""
+    def loaded(self, state: Mapping[str, Any]) -> StageController:
+        """Return the controller that continues from what `state_dict` returned. Raise ValueError for anything else."""
         try:
             stages, seen = state["stages"], state["windows_seen"]
-            window = [float(one) for one in state["window"]]
-            errors = {int(m): (float(error), int(measured)) for m, error, measured in state["errors"]}
-            numbers = [seen, *window, *(number for pair in errors.values() for number in pair)]
+            window = tuple(float(one) for one in state["window"])
+            errors = tuple((int(m), float(error), int(measured)) for m, error, measured in state["errors"])
+            numbers = [seen, *window, *(number for _, *of_m in errors for number in of_m)]
             fits = type(stages) is type(seen) is int and len(window) < PERIOD
-            fits = fits and all(1 <= m <= MOST_STAGES for m in (stages, *errors))
+            fits = fits and all(1 <= m <= MOST_STAGES for m in (stages, *(m for m, *_ in errors)))
             fits = fits and all(0.0 <= number < math.inf for number in numbers)
         except (KeyError, TypeError, ValueError, OverflowError):
             fits = False
@@ -103,7 +93,7 @@ class StageController:
                 f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
                 f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
             )
-        self.stages, self._window, self._windows_seen, self._errors = stages, window, seen, errors
+        return StageController(self.rule, stages, window, seen, errors)
 
 
 Scaling = Literal["two_sided", "paper"]

@@ -55,7 +55,8 @@ class Pairs(Exchange):
         gathered = yield Collective("allgather", message)
         # A device may have made the message while the host went on.
         bucket.finish()
-        check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
+        rows, *row = message.shape
+        check_result(bucket, gathered, (bucket.world * rows, *row), message.dtype)
         gathered = self.unpacked(bucket.ops, gathered, bucket.world, bucket.numel)
         used = rows_of(bucket, gathered, bucket.world)
         return None if used is None else Messages(gathered, used)

@@ -96,7 +96,7 @@ Sent = Entries | Messages | None
 class State(Protocol):
     """What a bucket keeps from step to step, as an exchange sees it."""
 
-    bounds: list[int]
+    bounds: tuple[int, ...]
     """The bounds of regions; empty until the first step."""
     proposal: float
     """A number of this rank that all ranks get to know."""

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.full]
 
 LIMIT = 300.0
 """Seconds; an idle machine needs a tenth."""
-KILLS = 4
+KILLS = 3
 
 
 def _found(pattern: str, ended: Ended) -> list[str]:

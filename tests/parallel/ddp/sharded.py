@@ -246,7 +246,7 @@ _MAKES: dict[str, Callable[[], Any]] = {
 
 
 _TRAININGS = {f"{name}-{make}": (OPTIMIZERS[name], _MAKES[make]) for name in OPTIMIZERS for make in _MAKES}
-_SOME = ("SGD-plain line", "SGD-MiCRO", "AdamW-plain line", "AdamW-not detached")
+_SOME = ("SGD-plain line", "SGD-MiCRO", "AdamW-plain line")
 
 
 @scenario(TORCHRUN_2, cases=_TRAININGS)

@@ -16,7 +16,7 @@ import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.core.checkpoint import Workers
 from horovod_sparse.tensorflow import MiCRO, SIDCo, TopK, checkpoint
 
-from ..scenario import TF_2, TF_GLOO_2, folder_of, scenario, warned
+from ..scenario import TF_2, folder_of, scenario, warned
 from .common import MakeCompression, assert_identical, everyone, raised, tape_gradient
 from .keras3 import BATCH, LOSS, adam, fit
 
@@ -61,7 +61,6 @@ def _sgd() -> Any:
 
 @scenario(
     TF_2,
-    TF_GLOO_2,
     cases={
         "updates": (lambda: SIDCo(0.02, warmup=None), adam, {}),
         "MiCRO": (lambda: MiCRO(0.02, warmup=None, updates=False), adam, {}),

@@ -79,7 +79,7 @@ def assert_in_step(model: Any) -> None:
 
 
 # One of each exchange; `tensorflow_gives_what_numpy_gives` has all compressors.
-EXCHANGES = ("DGC", "TopK", "TopK-union", "SIDCo-balanced", "RandomK", "MiCRO")
+EXCHANGES = ("DGC", "TopK-union", "SIDCo-balanced", "RandomK", "MiCRO")
 
 
 @scenario(TF_2, TF_4, TF_GLOO_2, cases={name: (COMPRESSORS[name], wrap) for name, wrap in zip(EXCHANGES, cycle(WRAPS))})
@@ -88,8 +88,8 @@ def keras_replicas_stay_identical(make: MakeCompression, wrap: Callable[..., Any
     compression = make(granularity=10_000)
     momentum = 0.0 if compression.momentum_correction is not None else 0.9
     model = compiled(wrap(keras.optimizers.SGD(0.05, momentum), compression=compression))
-    fit(model, range(50))
-    assert compression.stats().steps == 50
+    fit(model, range(20))
+    assert compression.stats().steps == 20
     assert_in_step(model)
     dense = compiled(wrap(keras.optimizers.Adam(0.01)))
     fit(dense, range(2))
@@ -166,17 +166,13 @@ CLOSE = {adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
 
 @scenario(
     TF_2,
-    TF_4,
     cases={
         "none": (_none, adam, {}),
         "NoOp": (NoOp, adam, {}),
         "fp16": (lambda: hvd.Compression.fp16, adam, {}),
         "NoOp-predivide": (NoOp, adam, {"gradient_predivide_factor": 2.0}),
-        "sum": (_none, _sgd, {"op": ours.Sum}),
         "NoOp-sum": (NoOp, _sgd, {"op": ours.Sum}),
-        "groups": (_none, adam, {"groups": 2}),
         "NoOp-groups": (lambda: NoOp(), adam, {"groups": 2}),
-        "groups of variables": (_none, _sgd, {"groups": _groups}),
         "NoOp-groups of variables": (lambda: NoOp(), _sgd, {"groups": _groups}),
         "NoOp-clipped afterwards": (NoOp, _clipped, {}),
     },
@@ -255,9 +251,10 @@ def local_variables_keep_their_own_gradients(scale: bool) -> None:
 @scenario(
     TF_2,
     cases={
-        f"{name}-{'average' if average else 'sum'}-{'eager' if eager else 'graph'}": (make, average, eager)
-        for name, make in {"none": lambda: hvd.Compression.none, "NoOp": NoOp}.items()
-        for average, eager in ((True, False), (False, False), (False, True))
+        "none-average-graph": (lambda: hvd.Compression.none, True, False),
+        "NoOp-average-graph": (NoOp, True, False),
+        "NoOp-sum-graph": (NoOp, False, False),
+        "NoOp-sum-eager": (NoOp, False, True),
     },
 )
 def several_passes_are_one_step(make: MakeCompression, average: bool, eager: bool) -> None:
@@ -388,15 +385,15 @@ def passes_with_sparse_gradients_are_summed() -> None:
 # --- the optimizer that was given ---
 
 
-@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "NoOp": (NoOp,)})
-def state_is_kept(make: MakeCompression) -> None:
+@scenario(TF_2)
+def state_is_kept() -> None:
     model, alone = compiled(keras.optimizers.Adam(0.01)), compiled(keras.optimizers.Adam(0.01))
     for one in (model, alone):
         one.optimizer.learning_rate = 0.005
         fit(one, range(3), [0])
     optimizer = model.optimizer
     before = optimizer.variables
-    assert hvd.DistributedOptimizer(optimizer, compression=make()) is optimizer
+    assert hvd.DistributedOptimizer(optimizer, compression=NoOp()) is optimizer
     assert type(optimizer) is keras.optimizers.Adam
     assert all(a is b for a, b in zip(before, optimizer.variables, strict=True))
     model.compile(optimizer, loss=LOSS)
@@ -461,7 +458,7 @@ def saved_models_know_nothing_of_horovod() -> None:
 # --- callbacks ---
 
 
-@scenario(TF_2, TF_4)
+@scenario(TF_2)
 def the_callback_makes_replicas_identical() -> None:
     for local in (0, 1):
         optimizer = hvd.DistributedOptimizer(adam(), compression=SIDCo(0.01, updates=False))

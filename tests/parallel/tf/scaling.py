@@ -42,7 +42,6 @@ _CASES: dict[str, tuple[MakeCompression, Wrap]] = {
     "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside),
     "clipped-inside": (lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None), _inside),
     "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around),
-    "none-around": (lambda: hvd.Compression.none, _around),
 }
 
 
@@ -146,7 +145,6 @@ def overflow_of_a_local_gradient_is_seen_on_every_rank() -> None:
     cases={
         "one_pass": ("mixed_float16", 1, False),
         "two_passes": ("mixed_float16", 2, False),
-        "eager": ("mixed_float16", 1, True),
         "bfloat16": ("mixed_bfloat16", 1, False),
     },
 )

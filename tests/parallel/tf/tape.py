@@ -25,7 +25,7 @@ from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import Balanced, Hierarchical, SparseAllreduce, Union
 from horovod_sparse.tensorflow import DGC, Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
+from ..scenario import TF_2, TF_4, TF_SETS_4, scenario, warned
 from .common import (
     COMPRESSORS,
     MakeCompression,
@@ -227,7 +227,7 @@ def _train(model: keras.Model, compression: Any, *, graph: bool) -> Any:
     return function
 
 
-@scenario(TF_2, TF_4, TF_GLOO_2)
+@scenario(TF_2, TF_4)
 def a_retraced_function_keeps_the_residuals() -> None:
     """Of Keras variables: steps that are not traced give the same."""
     models = [small_model(), small_model()]
