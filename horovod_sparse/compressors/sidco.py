@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
@@ -45,7 +45,7 @@ class SIDCoState(BucketState):
 
     saved: ClassVar[tuple[str, ...]] = ("aim", "cut")
     ranges = BucketState.ranges | {"aim": (1.0 / _MOST_AIM, _MOST_AIM), "cut": (POSITIVE[0], math.inf)}
-    controller: StageController = StageController("paper", 1)
+    controller: StageController = field(default_factory=lambda: StageController("paper", 1))
 
     aim: float = 1.0
     """Entries to aim at, as a multiple of k (adapt="robust")."""
