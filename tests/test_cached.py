@@ -59,12 +59,13 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
     buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
     tracked: Any = backend.ops.tracked(buffer)
-    tracked.begin(Hints(0.3, room, sums))
+    tracked.begin(Hints(0.3, room, sums, extent=not sums))
     for part in order:
         if part != left_out:
             begin, end = int(starts[part]), int(starts[part + 1])
             assert tracked.take_in([(begin, backend.array(x[begin:end]))]) == [0]
-    expected = above(x, 0.3)
+    expected, extent, measured = above(x, 0.3), tracked.extent(buffer), OPS.measure(backend.numpy(buffer))
+    assert (extent.count, extent.largest) == (measured.count, measured.largest)
     assert tracked.sums == (OPS.measure(x) if sums and left_out is None else None)
     if left_out is not None or len(expected.indices) > room or room == 0:
         assert tracked.above is None

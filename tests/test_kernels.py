@@ -89,6 +89,7 @@ class Taken(NamedTuple):
     not_finite: int
     sums: Sums | None = None
     above: Above | None = None
+    extent: tuple[int, float] = (0, 0.0)
 
 
 def accumulate(
@@ -102,14 +103,17 @@ def accumulate(
     tracked: Any = ops.tracked(residual)
     tracked.begin(hints)
     (not_finite,) = tracked.take_in([(0, gradient)], moving, rate)
-    return Taken(not_finite, tracked.sums, tracked.above)
+    extent = tracked.extent(residual)
+    return Taken(not_finite, tracked.sums, tracked.above, (extent.count, extent.largest))
 
 
 def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
     """What was found out about x on the way is what its own passes find."""
     assert (got.sums is not None) == hints.sums
+    measured = ORACLE.measure(x)
+    assert got.extent == (measured.count, measured.largest)
     if got.sums is not None:
-        assert_sums(got.sums, ORACLE.measure(x))
+        assert_sums(got.sums, measured)
     expected = ORACLE.select_above(x, hints.cut, x.size + 1)
     if not hints.cut < math.inf or hints.room < expected.found:
         assert got.above is None
@@ -121,7 +125,7 @@ def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
 
 HINTS = [NOTHING, *(Hints(cut, 10**6) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
 HINTS += [Hints(0.5, room) for room in (0, 1, 5, 100, 2000)]
-HINTS = [hints._replace(sums=number % 2 == 0) for number, hints in enumerate(HINTS)]
+HINTS = [hints._replace(sums=number % 2 == 0, extent=number % 4 == 1) for number, hints in enumerate(HINTS)]
 
 
 def assert_accumulated(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Taken:
@@ -189,7 +193,7 @@ def test_accumulate_at_a_rate(
         with np.errstate(over="ignore"):
             overflowed = not_finite > np.count_nonzero(~np.isfinite(gradient.astype(dtype)))
         if overflowed:
-            assert taken == Taken(not_finite)
+            assert taken[:3] == (not_finite, None, None)
         else:
             assert_found(taken, residual, hints)
             assert size == 0 or taken.above is not None, "there was room"
@@ -209,7 +213,9 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type[np.flo
             expected[position] = gradient[position] = sign * largest
             for moving in (None, Moving(np.zeros(size, dtype), Momentum(0.5))):
                 residual = expected.copy()
-                assert accumulate(ops, residual, gradient, Hints(0.5, size), moving) == Taken(1)
+                assert accumulate(ops, residual, gradient, Hints(0.5, size, extent=True), moving) == Taken(
+                    1, extent=(size, largest)
+                )
                 assert_same(residual, expected)
 
 
@@ -372,7 +378,7 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
         assert_accumulated(ONE, np.zeros(2501, np.float32), gradient, NOTHING)
     for unknown in (x[:2501].astype(">f4"), np.arange(2501)):
         residual = np.zeros(2501, np.float32)
-        assert accumulate(ONE, residual, unknown, Hints(0.5, 2501)) == Taken(0)
+        assert accumulate(ONE, residual, unknown, Hints(0.5, 2501))[:3] == (0, None, None)
         np.testing.assert_array_equal(residual, unknown.astype(np.float32))
 
 

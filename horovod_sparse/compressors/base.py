@@ -33,7 +33,7 @@ from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Choice, Exchange, Round
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Hints, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -248,6 +248,10 @@ class Compressor(ABC):
     def move_momentum(self, momentum: float, nesterov: bool) -> None:
         """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""
         self._moved = MomentumCorrection(momentum, nesterov, self.masks) if momentum else None
+
+    def hints(self, state: BucketState, room: int) -> Hints:
+        """Return what the next selection is expected to ask. Up to `room` entries above a cut can be noted."""
+        return Hints(state.cut, min(state.room, room), self.needs_sums)
 
     def new_state(self, place: Place = ALONE) -> BucketState:
         """Return the state of a bucket before its first step."""

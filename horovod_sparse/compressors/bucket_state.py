@@ -64,7 +64,7 @@ class BucketState:
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that the next selection depends on, as plain numbers, strings and lists."""
-        saved = {name: _own(getattr(self, name)) for name in ("step", *self.saved)}
+        saved = {name: copy.deepcopy(getattr(self, name)) for name in ("step", *self.saved)}
         return saved | ({"bounds": [*self.bounds]} if self.bounds else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,13 +86,12 @@ class BucketState:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
-            setattr(self, name, _own(state[name]))
+            setattr(self, name, copy.deepcopy(state[name]))
         self.bounds = (*state.get("bounds", []),)
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all fields, for `restore`."""
-        # Without a call for each of them: this happens in every step.
-        return {name: value if isinstance(value, _FIXED) else _own(value) for name, value in vars(self).items()}
+        return {name: one if isinstance(one, _FIXED) else copy.deepcopy(one) for name, one in vars(self).items()}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
@@ -116,11 +115,6 @@ class BucketState:
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(repr(self.state_dict()).encode()) >> 1
-
-
-def _own(value: Any) -> Any:
-    """Return a copy of a field's value; the value itself if it cannot change."""
-    return value if isinstance(value, _FIXED) else copy.deepcopy(value)
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, type]:

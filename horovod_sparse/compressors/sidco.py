@@ -13,7 +13,7 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
-from horovod_sparse.ops.protocol import Array, Ops, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Hints, Ops, Selection, Sums
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
 Adapt = Literal["paper", "robust"]
@@ -87,7 +87,6 @@ class SIDCo(Compressor):
     """
 
     default_slack = 1.25
-    needs_sums = True
 
     distribution: Distribution = "exponential"
     stages: int | Literal["auto"] = "auto"
@@ -108,22 +107,28 @@ class SIDCo(Compressor):
         first = min(start, most) if self.stages == "auto" else self.stages
         return SIDCoState(place, controller=StageController(self.adapt, first))
 
+    def hints(self, state: BucketState, room: int) -> Hints:
+        # With a cut, only the entries above it are fitted.
+        has_cut = state.cut < math.inf
+        return Hints(state.cut, min(state.room, room), sums=not has_cut, extent=has_cut)
+
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
         state.stages = stages = self.stages_of(state)
-        sums = ops.measure(x)
+        has_cut = self.adapt == "robust" and stages > 1 and state.cut < math.inf
+        sums = ops.extent(x) if has_cut else ops.measure(x)
         if sums.count <= k:
             # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = self.aim_of(state, k, sums.count)
-        has_cut = self.adapt == "robust" and stages > 1 and state.cut < math.inf
         tail = ops.measure(x, state.cut) if has_cut else None
         narrowed = ops
         if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
             threshold, following = self.last_stage(state.cut, tail, sums.count, sums.largest, aim, stages)
         else:
-            threshold, following, narrowed = self._all_stages(ops, x, sums, aim, stages)
+            whole = ops.measure(x) if has_cut else sums
+            threshold, following, narrowed = self._all_stages(ops, x, whole, aim, stages)
         if stages > 1:
             aimed = tail_aim(sums.count, aim, stages)
             left = aimed if tail is None else min(max(tail.count, aimed), _MOST_LEFT * aimed)

@@ -85,9 +85,8 @@ class HostSelector:
 
     def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
         self._state, self._k, self._capacity, self.not_finite = state, k, capacity, []
-        compressor, room = self.compressor, min(state.room, self._few)
-        expects = selects and not compressor.exchange.owns_parts
-        self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if expects else Hints())
+        expects = selects and not self.compressor.exchange.owns_parts
+        self._tracked.begin(self.compressor.hints(state, self._few) if expects else Hints())
 
     def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
         moving = None

@@ -16,8 +16,6 @@ _STALE_AFTER = 20
 """After this many windows a measurement of another number of stages no longer counts (robust rule)."""
 _FLOOR = 1e-6
 """Replaces an average of zero before its logarithm is taken."""
-
-
 MOST_STAGES = 64
 """The most stages for any ratio: so many halvings leave nothing of the largest bucket."""
 
@@ -56,9 +54,8 @@ class StageController(NamedTuple):
         errors[stages] = mine, _ = abs(math.log(max(quality, _FLOOR))), seen
         if abs(quality - 1.0) > TOLERANCE:
             direction = -1 if quality > 1.0 else 1
-            untried = -1.0, seen
             for neighbour in (stages + direction, *([] if rule == "paper" else [stages - direction])):
-                error, measured = errors.get(neighbour, untried)
+                error, measured = errors.get(neighbour, (-1.0, seen))
                 is_worth_trying = rule == "paper" or seen - measured > _STALE_AFTER or error < mine
                 if 1 <= neighbour <= most and is_worth_trying:
                     stages = neighbour

@@ -55,8 +55,7 @@ class Pairs(Exchange):
         gathered = yield Collective("allgather", message)
         # A device may have made the message while the host went on.
         bucket.finish()
-        rows, *row = message.shape
-        check_result(bucket, gathered, (bucket.world * rows, *row), message.dtype)
+        check_result(bucket, gathered, (bucket.world * message.shape[0], *message.shape[1:]), message.dtype)
         gathered = self.unpacked(bucket.ops, gathered, bucket.world, bucket.numel)
         used = rows_of(bucket, gathered, bucket.world)
         return None if used is None else Messages(gathered, used)

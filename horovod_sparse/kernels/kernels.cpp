@@ -211,7 +211,7 @@ int64_t keep_finite(T* x, int64_t n) {
 template <class T>
 void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, bool nesterov, int threads,
                 hs_notes& notes) {
-    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
+    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.wanted];
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);

@@ -41,7 +41,7 @@ typedef struct {
     int64_t room;       /* for indices and values; 0 if none are wanted */
     int32_t* indices;   /* of the entries above the cut: ascending within a part, parts in the order in which they came */
     void* values;       /* of the array's type */
-    int with_sums;      /* 1 if sums are wanted, 0 if only the largest magnitude is */
+    int wanted;         /* 0: the largest magnitude; 1: also the number of entries that are not zero; 2: all sums */
     hs_sums sums;       /* of all parts so far */
     int64_t found;      /* number of entries above the cut */
     int complete;       /* whether indices and values hold all of these; must be 1 at first */

@@ -204,8 +204,8 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
     return bad;
 }
 
-// Returns a mask with a bit for each group that has an entry above the bound. Without sums, notes only the largest magnitude.
-template <class T, bool kSums, bool kVelocity, bool kNesterov>
+// Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
+template <class T, int kWanted, bool kVelocity, bool kNesterov>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
@@ -235,7 +235,8 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
         each_vector<T>([&](int part) ALWAYS {
             if (kVelocity) store(v + part * kLanes<T>, velocities[part]);
             store(r + part * kLanes<T>, now[part]);
-            if (kSums) sums.add(part, magnitude_bits<T>(now[part]), Bits<T>{}, 0.0);
+            if (kWanted == 1) sums.count -= magnitude_bits<T>(now[part]) > Bits<T>{};
+            if (kWanted == 2) sums.add(part, magnitude_bits<T>(now[part]), Bits<T>{}, 0.0);
         });
         sums.largest = larger(sums.largest, most);
         groups |= uint32_t{any_above(most, limit)} << number;
@@ -355,9 +356,9 @@ void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to
 
 template <class T>
 constexpr Loops<T> loops() {
-    return {{{accumulate<T, false, false, false>, accumulate<T, true, false, false>},
-             {accumulate<T, false, true, false>, accumulate<T, true, true, false>},
-             {accumulate<T, false, true, true>, accumulate<T, true, true, true>}},
+    return {{{accumulate<T, 0, false, false>, accumulate<T, 1, false, false>, accumulate<T, 2, false, false>},
+             {accumulate<T, 0, true, false>, accumulate<T, 1, true, false>, accumulate<T, 2, true, false>},
+             {accumulate<T, 0, true, true>, accumulate<T, 1, true, true>, accumulate<T, 2, true, true>}},
             measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
             find<T>, convert<T>};
 }

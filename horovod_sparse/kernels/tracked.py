@@ -59,7 +59,7 @@ class TrackedMemory(Cached):
             self._room = pool.lend(rounded, self._type), pool.lend(rounded, "int32")
         values, indices = ffi.from_buffer("void *", self._room[0]), ffi.from_buffer("int32_t *", self._room[1])
         nothing = (0, 0.0, 0.0, 0.0, 0.0)
-        noted = (hints.cut, room, indices, values, hints.sums, nothing, 0, 1, 1)
+        noted = (hints.cut, room, indices, values, 2 if hints.sums else int(hints.extent), nothing, 0, 1, 1)
         self._notes, self._above = ffi.new("hs_notes *", noted), None
         self._seen, self._parts = 0, []
 
@@ -89,7 +89,7 @@ class TrackedMemory(Cached):
     @property
     def sums(self) -> Sums | None:
         """The sums of the whole array; None if they were not wanted, or if some part has taken in nothing."""
-        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.with_sums else None
+        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.wanted == 2 else None
 
     @property
     def above(self) -> Above | None:
@@ -111,6 +111,10 @@ class TrackedMemory(Cached):
         return self._notes is not None and self._seen == self._numel and bool(self._notes.valid)
 
     # --- answers ---
+
+    def extent(self, x: Array) -> Sums:
+        known = x is self._x and self._complete() and self._notes.wanted
+        return memory.sums_of(self._notes.sums) if known else self._ops.extent(x)
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         if x is not self._x or threshold == 0.0:

@@ -81,8 +81,8 @@ struct Loops {
     using Bit = typename Type<T>::Bit;
     using Accumulate = uint32_t(T*, T*, const T*, int64_t, Rates<T>, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
-    // First index: without velocity, with velocity, with Nesterov's. Second index: without sums, with sums.
-    Accumulate* accumulate[3][2];
+    // First index: without velocity, with velocity, with Nesterov's. Second index: hs_notes.wanted.
+    Accumulate* accumulate[3][3];
     Measure *measure, *measure_with_logs;
     int64_t (*count_above)(const T*, int64_t, Bit);
     uint32_t (*groups_above)(const T*, int64_t, Bit);

@@ -51,7 +51,9 @@ class Hints(NamedTuple):
     room: int = 0
     """If more entries than this exceed the cut, they are of no use."""
     sums: bool = False
-    """Whether the algorithm needs the sums of the whole array."""
+    """Whether the algorithm measures the whole array."""
+    extent: bool = False
+    """Whether it asks for the array's extent."""
 
 
 class Momentum(NamedTuple):
@@ -104,6 +106,10 @@ class Ops(Protocol):
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         """Return the sums of the excesses over `threshold` >= 0, accumulated in float64."""
+
+    def extent(self, x: Array) -> Sums:
+        """Return the count and the largest magnitude of `measure(x)`. The other sums may be left out."""
+        return self.measure(x)
 
     def assign(self, residual: Array, gradient: Array) -> None:
         """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
