@@ -246,7 +246,7 @@ class Worker:
 
     def _state_of(self, position: int) -> BucketState:
         """Return a worker's state before the last step."""
-        return replace(self._before, place=replace(self._before.place, position=position))
+        return replace(self._before, place=self._before.place._replace(position=position))
 
     def _select(self, ops: Ops, x: Array, state: BucketState) -> Array:
         k = self.compressor.target_count(len(x))

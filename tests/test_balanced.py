@@ -379,4 +379,4 @@ def test_bounds_always_cover_the_bucket(numel: int, counts: list[int]) -> None:
     for number in range(5):
         bounds = regions.balanced(bounds, counts, regions.gain(number))
         assert bounds[0] == 0 and bounds[-1] == numel and len(bounds) == len(counts) + 1
-        assert regions.are_bounds(bounds)
+        assert regions.are_bounds([*bounds])

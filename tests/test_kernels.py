@@ -213,9 +213,8 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type[np.flo
             expected[position] = gradient[position] = sign * largest
             for moving in (None, Moving(np.zeros(size, dtype), Momentum(0.5))):
                 residual = expected.copy()
-                assert accumulate(ops, residual, gradient, Hints(0.5, size, extent=True), moving) == Taken(
-                    1, extent=(size, largest)
-                )
+                taken = accumulate(ops, residual, gradient, Hints(0.5, size, extent=True), moving)
+                assert taken == Taken(1, extent=(size, float(largest)))
                 assert_same(residual, expected)
 
 

@@ -72,7 +72,7 @@ class Balanced(Exchange):
         rows = rows_of(bucket, pairs, world)
         if rows is None:
             return None
-        bucket.state.bounds = (*regions.balanced(bounds, numbers, regions.gain(bucket.sparse_step)),)
+        bucket.state.bounds = regions.balanced(bounds, numbers, regions.gain(bucket.sparse_step))
         return Messages(pairs, rows)
 
 

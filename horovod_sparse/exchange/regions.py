@@ -23,15 +23,15 @@ def forwarded(k: int, world: int) -> int:
     return -(-k // world)
 
 
-def uniform(numel: int, world: int) -> list[int]:
+def uniform(numel: int, world: int) -> tuple[int, ...]:
     """Return the bounds of regions of the same size."""
-    return [numel * rank // world for rank in range(world + 1)]
+    return tuple(numel * rank // world for rank in range(world + 1))
 
 
-def fitting(bounds: Sequence[int], numel: int, world: int) -> list[int]:
+def fitting(bounds: tuple[int, ...], numel: int, world: int) -> tuple[int, ...]:
     """Return `bounds` if they divide a bucket of `numel` among `world` ranks, else the bounds of regions of the same size."""
     fits = len(bounds) == world + 1 and bounds[-1] == numel
-    return [*bounds] if fits else uniform(numel, world)
+    return bounds if fits else uniform(numel, world)
 
 
 def gain(step: int) -> float:
@@ -40,13 +40,13 @@ def gain(step: int) -> float:
     return max(4 / (8 + step), _LEAST_GAIN)
 
 
-def balanced(bounds: Sequence[int], counts: Sequence[int], gain: float) -> list[int]:
+def balanced(bounds: tuple[int, ...], counts: Sequence[int], gain: float) -> tuple[int, ...]:
     """Return new bounds, moved towards those with which regions that received `counts` entries would have received as many."""
     # Within a region, entries are taken to be spread evenly.
     before = [0, *accumulate(counts)]
     total, world = before[-1], len(counts)
     if not total:
-        return [*bounds]
+        return bounds
     moved, region = [bounds[0]], 0
     for rank in range(1, world):
         aim = total * rank / world
@@ -55,7 +55,7 @@ def balanced(bounds: Sequence[int], counts: Sequence[int], gain: float) -> list[
         share = (aim - before[region]) / counts[region]
         place = bounds[region] + share * (bounds[region + 1] - bounds[region])
         moved.append(round(bounds[rank] + gain * (place - bounds[rank])))
-    return [*moved, bounds[-1]]
+    return *moved, bounds[-1]
 
 
 def are_bounds(value: Any) -> bool:

@@ -138,7 +138,7 @@ class NumpyOps(Ops):
         keep_finite(sums)
         x[indices] = sums
 
-    def fit(self, x: Array, indices: Array, bounds: list[int], room: int) -> tuple[Array, list[int]]:
+    def fit(self, x: Array, indices: Array, bounds: Sequence[int], room: int) -> tuple[Array, list[int]]:
         ends = np.searchsorted(indices, bounds)
         counts = np.diff(ends)
         kept = np.ones(indices.size, bool)
@@ -155,7 +155,7 @@ class NumpyOps(Ops):
         message[: indices.size, 1] = values.view(np.int32)
         return message
 
-    def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
+    def pack_regions(self, indices: Array, values: Array, bounds: Sequence[int], counts: list[int], room: int) -> Array:
         message = np.zeros((len(counts) * room, 2), dtype=np.int32)
         message[:, 0] = wire.PADDING
         # Where each region's rows begin, less the number of pairs before them.

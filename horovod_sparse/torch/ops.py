@@ -199,7 +199,7 @@ class TorchOps(Ops):
         largest = torch.finfo(x.dtype).max
         x[indices] = (x[indices] + values).clamp(-largest, largest)
 
-    def fit(self, x: Tensor, indices: Tensor, bounds: list[int], room: int) -> tuple[Tensor, list[int]]:
+    def fit(self, x: Tensor, indices: Tensor, bounds: Sequence[int], room: int) -> tuple[Tensor, list[int]]:
         ends = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))
         counts: list[int] = ends.diff().tolist()
         if max(counts) > room:
@@ -215,7 +215,9 @@ class TorchOps(Ops):
         message[indices.numel() :, 0], message[indices.numel() :, 1] = wire.PADDING, 0
         return message
 
-    def pack_regions(self, indices: Tensor, values: Tensor, bounds: list[int], counts: list[int], room: int) -> Tensor:
+    def pack_regions(
+        self, indices: Tensor, values: Tensor, bounds: Sequence[int], counts: list[int], room: int
+    ) -> Tensor:
         message = torch.zeros((len(counts) * room, 2), dtype=torch.int32, device=values.device)
         message[:, 0] = wire.PADDING
         numbers = torch.tensor(counts, device=values.device)
