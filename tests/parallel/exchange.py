@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -55,8 +56,7 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     MPI_2,
     cases={
         f"{name}-{granularity}": (make, granularity, torch.float32)
-        for name, make in COMPRESSORS.items()
-        for granularity in ("layer", "model")
+        for (name, make), granularity in zip(COMPRESSORS.items(), cycle(("layer", "model")), strict=False)
     }
     | {"TopK-float64": (COMPRESSORS["TopK"], 16_000, torch.float64)},
 )

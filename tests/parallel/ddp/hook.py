@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -49,8 +50,7 @@ COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
     TORCHRUN_2,
     cases={
         f"{name}-{granularity}": (make, granularity)
-        for name, make in COMPRESSORS.items()
-        for granularity in (16_000, "layer")
+        for (name, make), granularity in zip(COMPRESSORS.items(), cycle((16_000, "layer")), strict=False)
     },
 )
 def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -> None:

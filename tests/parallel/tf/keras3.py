@@ -101,7 +101,6 @@ def keras_replicas_stay_identical(make: MakeCompression, wrap: Callable[..., Any
     cases={
         "run_eagerly": ({"run_eagerly": True},),
         "steps_per_execution": ({"steps_per_execution": 4},),
-        "metrics": ({"metrics": ["accuracy"]},),
     },
 )
 def ways_to_compile(arguments: dict[str, Any]) -> None:

@@ -392,7 +392,7 @@ def an_optimizer_that_the_tape_does_not_see_causes_one_warning(graph: bool) -> N
 @scenario(
     TF_2,
     cases={
-        **{name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")},
+        **{name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC")},
         # There is no residual, but momentum.
         "dense": (partial(TopK, 0.05, momentum=MomentumCorrection(0.9), exclude=["*"], warmup=None),),
     },
@@ -484,7 +484,6 @@ def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
     TF_2,
     cases={
         "pairs": (partial(TopK, 0.05),),
-        "union": (partial(TopK, 0.05, exchange=Union()),),
         "balanced": (partial(TopK, 0.05, exchange=Balanced()),),
         "shared": (partial(RandomBlock, 0.05),),
     },
