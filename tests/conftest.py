@@ -32,7 +32,7 @@ with suppress(ImportError):
 
 # A loaded machine may take any time for an example.
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
-settings.register_profile("full", max_examples=100, deadline=None, print_blob=True)
+settings.register_profile("full", max_examples=80, deadline=None, print_blob=True)
 settings.load_profile("quick")
 
 

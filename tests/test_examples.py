@@ -161,7 +161,6 @@ def test_logistic_regression_needs_memory(tmp_path: Path) -> None:
     assert {name: int(sent) for name, sent, _, _ in cells}["top-3, memory"] == 3
     for name in ("top-1, memory", "top-3, memory", "random-3, memory"):
         assert above[name] < 2 * above["dense SGD"]
-    # The largest entry alone gets close at first, and no further.
     assert above["random-1, no memory"] > 2 * above["dense SGD"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -179,7 +179,7 @@ def test_accumulate_at_a_rate(
 
     found, gradient = set(), sample(size, gradient_type, 2, infinite=True, nan=True)
     expected = sample(size, dtype), sample(size, dtype, 1)
-    hints = Hints(0.7, size, sums=momentum is None or momentum.ahead is not None)
+    hints = Hints(0.7, size, sums=rate != 1.0 and (momentum is None or momentum.ahead is not None), extent=True)
     (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving(expected[1]), rate)
     for threads in THREADS if size == LARGE else (1,):
         ops, residual, velocity = CompiledOps(threads), sample(size, dtype), sample(size, dtype, 1)

@@ -98,7 +98,16 @@ DAMAGES: dict[str, tuple[Any, str]] = {
             "stages": (0, -3, 10**9, 2.0, True, None),
             "windows_seen": (-1, 0.5, None),
             "window": (None, [math.nan], [-1.0], [1.0] * 5, ["x"], [None], 3.0),
-            "errors": (None, [[1, 2]], [[0, 0.1, 1]], [[10**9, 0.1, 1]], [[1, math.nan, 1]], [[1, 0.1, -1]], [3]),
+            "errors": (
+                None,
+                [[1, 2]],
+                [[2, 0.1, 1], [2, 0.2, 1]],
+                [[0, 0.1, 1]],
+                [[10**9, 0.1, 1]],
+                [[1, math.nan, 1]],
+                [[1, 0.1, -1]],
+                [3],
+            ),
         }.items()
         for value in values
     },

@@ -20,10 +20,11 @@ def sums_found(x: np.ndarray, threads: int) -> str:
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
     tracked: Any = ops.tracked(residual)
     noted = []
-    for moving in (None, Moving(velocity, Momentum(0.9, 0.8))):
-        tracked.begin(Hints(0.7, x.size, sums=True))
-        tracked.take_in([(0, x)], moving)
-        noted.append(tracked.sums)
+    for sums in (True, False):
+        for moving in (None, Moving(velocity, Momentum(0.9)), Moving(velocity, Momentum(0.9, 0.8))):
+            tracked.begin(Hints(0.7, x.size, sums=sums, extent=True))
+            tracked.take_in([(0, x)], moving)
+            noted.append(tracked.extent(residual))
     return repr([*noted, ops.measure(x), ops.measure(x, 0.7), ops.measure(np.abs(x) + 1, 0.5, with_log=True)])
 
 

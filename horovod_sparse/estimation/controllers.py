@@ -81,7 +81,8 @@ class StageController(NamedTuple):
             errors = tuple((int(m), float(error), int(measured)) for m, error, measured in state["errors"])
             numbers = [seen, *window, *(number for _, *of_m in errors for number in of_m)]
             fits = type(stages) is type(seen) is int and len(window) < PERIOD
-            fits = fits and all(1 <= m <= MOST_STAGES for m in (stages, *(m for m, *_ in errors)))
+            known = [m for m, *_ in errors]
+            fits = fits and known == sorted({*known}) and all(1 <= m <= MOST_STAGES for m in (stages, *known))
             fits = fits and all(0.0 <= number < math.inf for number in numbers)
         except (KeyError, TypeError, ValueError, OverflowError):
             fits = False

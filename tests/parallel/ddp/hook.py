@@ -50,7 +50,7 @@ COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
     TORCHRUN_2,
     cases={
         f"{name}-{granularity}": (make, granularity)
-        for (name, make), granularity in zip(COMPRESSORS.items(), cycle((16_000, "layer")), strict=False)
+        for (name, make), granularity in zip(COMPRESSORS.items(), cycle(("layer", 16_000)), strict=False)
     },
 )
 def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -> None:

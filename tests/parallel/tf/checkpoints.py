@@ -14,7 +14,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as ours
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.core.checkpoint import Workers
-from horovod_sparse.tensorflow import MiCRO, SIDCo, TopK, checkpoint
+from horovod_sparse.tensorflow import SIDCo, TopK, checkpoint
 
 from ..scenario import TF_2, folder_of, scenario, warned
 from .common import MakeCompression, assert_identical, everyone, raised, tape_gradient
@@ -63,7 +63,6 @@ def _sgd() -> Any:
     TF_2,
     cases={
         "updates": (lambda: SIDCo(0.02, warmup=None), adam, {}),
-        "MiCRO": (lambda: MiCRO(0.02, warmup=None, updates=False), adam, {}),
         # When the first and the third epoch end, gradients are being summed.
         "passes": (lambda: TopK(0.02, warmup=None, updates=False), adam, {"backward_passes_per_step": 4}),
     },

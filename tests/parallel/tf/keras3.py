@@ -170,6 +170,7 @@ CLOSE = {adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
         "NoOp": (NoOp, adam, {}),
         "fp16": (lambda: hvd.Compression.fp16, adam, {}),
         "NoOp-predivide": (NoOp, adam, {"gradient_predivide_factor": 2.0}),
+        "sum of groups": (_none, _sgd, {"op": ours.Sum, "groups": _groups}),
         "NoOp-sum": (NoOp, _sgd, {"op": ours.Sum}),
         "NoOp-groups": (lambda: NoOp(), adam, {"groups": 2}),
         "NoOp-groups of variables": (lambda: NoOp(), _sgd, {"groups": _groups}),
