@@ -23,7 +23,6 @@ CASES = {
     "ours_first": ("horovod_sparse.{}", "horovod.{}"),
     "ours_only": ("horovod_sparse.{}",),
     "function_first": ("horovod.{}", "horovod_sparse.{}"),
-    "torch_last": ("horovod_sparse.tensorflow", "horovod_sparse.torch"),
     "tensorflow_last": ("horovod_sparse.torch", "horovod_sparse.tensorflow"),
 }
 """The modules that are imported, in this order. Horovod's is used where it is one of them."""
