@@ -19,12 +19,16 @@ _MANY = 16
 """If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
 
 
-def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
-    """Return a generator for this bucket's step: the same on all ranks if `shared`, otherwise each worker's own."""
+def draw(seed: int, state: BucketState, *, shared: bool) -> int:
+    """Draw a number of [0, 2^128) for this bucket's step: the same on all ranks if `shared`, otherwise each worker's own."""
     place = state.place
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little")
+
+
+def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
+    """Return a generator that begins with what `draw` returns. To make one takes as long as a small bucket's selection."""
+    return np.random.Generator(np.random.Philox(key=draw(seed, state, shared=shared)))
 
 
 def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:

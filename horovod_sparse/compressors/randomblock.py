@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.draws import RandomCompressor, generator
+from horovod_sparse.compressors.draws import RandomCompressor, draw
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
@@ -24,9 +24,10 @@ class RandomBlock(RandomCompressor):
     chooses = ("own", "alike")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        start = int(generator(self.seed, state, shared=self.shared).integers(len(x)))
+        numel = len(x)
+        start = draw(self.seed, state, shared=self.shared) % numel
         state.fingerprint = zlib.crc32(start.to_bytes(8, "little")) >> 1 if self.shared else 0
         chosen = np.arange(start, start + k)
-        if chosen[-1] >= len(x):
-            chosen = np.sort(chosen % len(x))
+        if chosen[-1] >= numel:
+            chosen = np.sort(chosen % numel)
         return Selection(ops.indices(chosen, x), k)

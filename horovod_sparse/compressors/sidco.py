@@ -35,8 +35,8 @@ _MOST_LEFT = 4.0
 _MOST_AIM = 16.0
 _AIM_GAIN, _FAR_GAIN = 0.1, 0.5
 """The part of a step's relative error in the count that the next step's aim corrects: more if the error is above `_FAR`."""
-_FAR = 0.2
-"""Of |ln(count/k)|. So much is hardly chance where k is 100 or more; the gradients have changed."""
+_FAR = math.exp(0.2)
+"""The factor between count and k. So much is hardly chance where k is 100 or more; the gradients have changed."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class SIDCo(Compressor):
     def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
         """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
         if self.stages == "auto":
-            state.controller = state.controller.after(found, aim, most_stages(self.ratio_at(state.step)))
+            state.controller = state.controller.after(found, aim, self.ratio_at(state.step))
         if self.adapt == "robust":
             state.aim = next_aim(state.aim, found, k)
 
@@ -224,6 +224,6 @@ def tail_aim(count: float, k: float, stages: int) -> float:
 
 def next_aim(aim: float, found: float, k: int) -> float:
     """Return the next aim, as a multiple of k, after an estimate that `found` entries exceeded instead of k."""
-    error = min(max(math.log(k / max(found, 1)), -math.log(TRUSTED)), math.log(TRUSTED))
-    aim *= math.exp(error * (_FAR_GAIN if abs(error) > _FAR else _AIM_GAIN))
+    quotient = min(max(k / max(found, 1), 1.0 / TRUSTED), TRUSTED)
+    aim *= quotient ** (_AIM_GAIN if 1.0 / _FAR <= quotient <= _FAR else _FAR_GAIN)
     return min(max(aim, 1.0 / _MOST_AIM), _MOST_AIM)

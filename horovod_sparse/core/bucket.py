@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class Bucket:
         self.ops = ops
         self.compressor = compressor
         self.buffer, self.velocity = buffer, velocity
+        correction = compressor.momentum_correction
+        self._masks = correction is not None and correction.masking
         self._arrays = [buffer] if velocity is None else [buffer, velocity]
         self.layout = layout
         self.name = layout.name
@@ -64,6 +67,7 @@ class Bucket:
         self.exchange = compressor.exchange
         """How the bucket is exchanged in this step, or was in the last one."""
         self._copies: list[Array] | None = None
+        self._ratio = math.nan
         self._resize()
         self._host = HostSelector(ops, compressor, buffer, velocity, self._remember)
         self.close()
@@ -73,7 +77,7 @@ class Bucket:
         self.missing = set(self.slots)
         """Parameters whose gradient has not arrived in this step."""
         self.rates: dict[int, float] = {}
-        """This step's learning rates of the parameters that have arrived, by offset; 1 without `lr_in_residual`."""
+        """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
         self.rounds, self.bytes_sent = 0, 0.0
         """Collectives begun in this step, and the bytes that they have sent."""
         self.outcome = Outcome()
@@ -113,7 +117,8 @@ class Bucket:
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             arriving(self.missing, name)
             slot, momentum = self.slots[name], intake.momentum(name)
-            self.rates[slot.offset] = rate
+            if intake.in_updates:
+                self.rates[slot.offset] = rate
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
                 if momentum is not None:
@@ -151,8 +156,11 @@ class Bucket:
 
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
-        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.capacity_for(self.numel, self.k)
+        ratio = self.compressor.ratio_at(self.state.step)
+        if ratio != self._ratio:
+            self._ratio = ratio
+            self.k = self.compressor.target_count(self.numel, ratio)
+            self.capacity = self.capacity_for(self.numel, self.k)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
@@ -167,7 +175,7 @@ class Bucket:
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
         # Not earlier: on other ranks the parameters may have arrived in another order.
-        self.state.know_rate(max(self.rates.values()))
+        self.state.know_rate(max(self.rates.values(), default=1.0))
         self.target = self.numel if self._in_dense_steps else self.k
         self.run = Run(self.exchange, self)
         return self._counted(next(self.run.collectives))
@@ -261,7 +269,8 @@ class Bucket:
             self.counts = Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
         state.step += 1
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
-        own = [f"the gradient of parameter {slot.name!r}" for slot in self.layout.slots if slot.offset in offsets]
+        bad = [slot for slot in self.layout.slots if slot.offset in offsets] if offsets else []
+        own = [f"the gradient of parameter {slot.name!r}" for slot in bad]
         unknown = [f"the gradient of some parameter in bucket {self.name!r} of another rank"]
         reduced = Reduced(self.ops, sent, divisor, self.rates)
         return reduced, own, unknown if sent is None and not own else []
@@ -300,8 +309,7 @@ class Bucket:
         """Keep what is left: what was taken has been sent."""
         if self._all_taken:
             self.buffer[:] = 0
-        correction = self.compressor.momentum_correction
-        if correction is not None and correction.masking and not self._in_dense_steps and self.velocity is not None:
+        if self.velocity is not None and self._masks and not self._in_dense_steps:
             self._recall()
             taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
             for indices in taken if self.run is None or self.run.masked is None else self.run.masked:

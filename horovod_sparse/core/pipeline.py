@@ -163,7 +163,7 @@ class Pipeline:
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
-        rates = [self.intake.rate(one) for one in arrived]
+        rates = self.intake.rates(arrived)
         step = self._begun()
         if bucket.name not in step.buckets:
             step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
@@ -192,9 +192,10 @@ class Pipeline:
         except StopIteration as end:
             sent: Sent = end.value
         reduced, own, elsewhere = bucket.conclude(sent, divisor, self.intake)
-        step = self._begun()
-        step.failures += [f"{what} {_NOT_FINITE}" for what in own]
-        step.failures_elsewhere += [f"{what} {_NOT_FINITE}" for what in elsewhere]
+        if own or elsewhere:
+            step = self._begun()
+            step.failures += [f"{what} {_NOT_FINITE}" for what in own]
+            step.failures_elsewhere += [f"{what} {_NOT_FINITE}" for what in elsewhere]
         for name in write(bucket.layout.slots, reduced) or ():
             self.note_overflow(name)
         return None

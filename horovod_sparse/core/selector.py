@@ -116,7 +116,8 @@ class HostSelector:
             indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
         else:
             indices, found, _ = self.select(self.buffer, self._state, self._k, self._capacity)
-        self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
+        count = len(indices)
+        self._outcome = Outcome(count, found - count, self.not_finite)
         message = self.ops.take_pairs(self.buffer, indices, self._capacity, self.remember(indices))
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE

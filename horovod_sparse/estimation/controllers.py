@@ -43,13 +43,13 @@ class StageController(NamedTuple):
     errors: tuple[tuple[int, float, int], ...] = ()
     """(M, |ln q|, the window in which it was measured), in ascending order."""
 
-    def after(self, achieved: int, asked: int, most: int) -> StageController:
-        """Return the controller after a step with these counts; `most` is M_max for the ratio of that step."""
+    def after(self, achieved: int, asked: int, ratio: float) -> StageController:
+        """Return the controller after a step with these counts and this ratio."""
         rule, stages, window, seen, known = self
         window = (*window, achieved / asked)
         if len(window) < PERIOD:
             return StageController(rule, stages, window, seen, known)
-        quality, seen = sum(window) / PERIOD, seen + 1
+        quality, seen, most = sum(window) / PERIOD, seen + 1, most_stages(ratio)
         errors = {m: (error, measured) for m, error, measured in known}
         errors[stages] = mine, _ = abs(math.log(max(quality, _FLOOR))), seen
         if abs(quality - 1.0) > TOLERANCE:

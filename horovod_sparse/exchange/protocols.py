@@ -256,7 +256,7 @@ class Reduced:
     def write(self, parts: Sequence[Part]) -> None:
         """Write the sum, in rank order, to the parameters' parts (flat arrays); NaN if a rank's gradient was not finite."""
         together: dict[float, Sequence[Part]] = {self._divisor: parts}
-        if any(rate != 1.0 for rate in self._rates.values()):
+        if self._rates:
             divisors = [self.divisor_at(first) for first, _ in parts]
             together = {
                 one: [part for part, divisor in zip(parts, divisors, strict=True) if divisor == one]
