@@ -16,7 +16,7 @@ from table import BACKENDS, Backend, gradients
 from horovod_sparse.compressors import DGC, GaussianK, RedSync, SIDCo, TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above, Cached
-from horovod_sparse.ops.protocol import Hints
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints
 
 OPS = NumpyOps()
 COMPILED = [backend for backend in BACKENDS if backend.name in ("numpy-compiled", "torch")]
@@ -59,14 +59,14 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
     buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
     tracked: Any = backend.ops.tracked(buffer)
-    tracked.begin(Hints(0.3, room, sums, extent=not sums))
+    tracked.begin(Hints(0.3, room, SUMS if sums else EXTENT))
     for part in order:
         if part != left_out:
             begin, end = int(starts[part]), int(starts[part + 1])
             assert tracked.take_in([(begin, backend.array(x[begin:end]))]) == [0]
     expected, extent, measured = above(x, 0.3), tracked.extent(buffer), OPS.measure(backend.numpy(buffer))
     assert (extent.count, extent.largest) == (measured.count, measured.largest)
-    assert tracked.sums == (OPS.measure(x) if sums and left_out is None else None)
+    assert tracked.known(SUMS) == (OPS.measure(x) if sums and left_out is None else None)
     if left_out is not None or len(expected.indices) > room or room == 0:
         assert tracked.above is None
     if tracked.above is not None:
@@ -75,7 +75,7 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     if x.size:
         check_answers(backend, tracked, buffer, data.draw(st.sampled_from([0.1, 0.3, 0.4, 1.0])), x.size)
     tracked.forget()
-    assert tracked.sums is None and tracked.above is None
+    assert tracked.known(EXTENT) is None and tracked.above is None
 
 
 def check_answers(backend: Backend, tracked: Any, buffer: Any, threshold: float, size: int) -> None:

@@ -20,7 +20,7 @@ from horovod_sparse.kernels.memory import TYPES, Memory
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above
-from horovod_sparse.ops.protocol import Hints, Momentum, Moving, Sums
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Momentum, Moving, Sums
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -104,12 +104,12 @@ def accumulate(
     tracked.begin(hints)
     (not_finite,) = tracked.take_in([(0, gradient)], moving, rate)
     extent = tracked.extent(residual)
-    return Taken(not_finite, tracked.sums, tracked.above, (extent.count, extent.largest))
+    return Taken(not_finite, tracked.known(SUMS), tracked.above, (extent.count, extent.largest))
 
 
 def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
     """What was found out about x on the way is what its own passes find."""
-    assert (got.sums is not None) == hints.sums
+    assert (got.sums is not None) == (hints.asks == SUMS)
     measured = ORACLE.measure(x)
     assert got.extent == (measured.count, measured.largest)
     if got.sums is not None:
@@ -125,7 +125,7 @@ def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
 
 HINTS = [NOTHING, *(Hints(cut, 10**6) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
 HINTS += [Hints(0.5, room) for room in (0, 1, 5, 100, 2000)]
-HINTS = [hints._replace(sums=number % 2 == 0, extent=number % 4 == 1) for number, hints in enumerate(HINTS)]
+HINTS = [hints._replace(asks=number % 3) for number, hints in enumerate(HINTS)]
 
 
 def assert_accumulated(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Taken:
@@ -179,7 +179,8 @@ def test_accumulate_at_a_rate(
 
     found, gradient = set(), sample(size, gradient_type, 2, infinite=True, nan=True)
     expected = sample(size, dtype), sample(size, dtype, 1)
-    hints = Hints(0.7, size, sums=rate != 1.0 and (momentum is None or momentum.ahead is not None), extent=True)
+    sums = rate != 1.0 and (momentum is None or momentum.ahead is not None)
+    hints = Hints(0.7, size, SUMS if sums else EXTENT)
     (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving(expected[1]), rate)
     for threads in THREADS if size == LARGE else (1,):
         ops, residual, velocity = CompiledOps(threads), sample(size, dtype), sample(size, dtype, 1)
@@ -213,7 +214,7 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type[np.flo
             expected[position] = gradient[position] = sign * largest
             for moving in (None, Moving(np.zeros(size, dtype), Momentum(0.5))):
                 residual = expected.copy()
-                taken = accumulate(ops, residual, gradient, Hints(0.5, size, extent=True), moving)
+                taken = accumulate(ops, residual, gradient, Hints(0.5, size, EXTENT), moving)
                 assert taken == Taken(1, extent=(size, float(largest)))
                 assert_same(residual, expected)
 

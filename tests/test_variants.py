@@ -9,7 +9,7 @@ import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops.protocol import Hints, Momentum, Moving
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Momentum, Moving
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
@@ -22,7 +22,7 @@ def sums_found(x: np.ndarray, threads: int) -> str:
     noted = []
     for sums in (True, False):
         for moving in (None, Moving(velocity, Momentum(0.9)), Moving(velocity, Momentum(0.9, 0.8))):
-            tracked.begin(Hints(0.7, x.size, sums=sums, extent=True))
+            tracked.begin(Hints(0.7, x.size, SUMS if sums else EXTENT))
             tracked.take_in([(0, x)], moving)
             noted.append(tracked.extent(residual))
     return repr([*noted, ops.measure(x), ops.measure(x, 0.7), ops.measure(np.abs(x) + 1, 0.5, with_log=True)])

@@ -33,7 +33,7 @@ from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Choice, Exchange, Round
-from horovod_sparse.ops.protocol import Array, Hints, Ops, Selection
+from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -251,7 +251,7 @@ class Compressor(ABC):
 
     def hints(self, state: BucketState, room: int) -> Hints:
         """Return what the next selection is expected to ask. Up to `room` entries above a cut can be noted."""
-        return Hints(state.cut, min(state.room, room), self.needs_sums)
+        return Hints(state.cut, min(state.room, room), SUMS if self.needs_sums else NOTHING)
 
     def new_state(self, place: Place = ALONE) -> BucketState:
         """Return the state of a bucket before its first step."""

@@ -27,8 +27,8 @@ class Place(NamedTuple):
     world: int = 1
 
 
-_FIXED = frozenset({int, float, str, tuple})
-"""Types of values that cannot change; a tuple, whatever its class, holds nothing else."""
+_FIXED = (int, float, str, tuple)
+"""Types of values that cannot change; a tuple holds nothing else."""
 ALONE = Place()
 """A selection outside of any bucket."""
 
@@ -91,10 +91,7 @@ class BucketState:
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all fields, for `restore`."""
-        return {
-            name: one if type(one) in _FIXED or isinstance(one, tuple) else copy.deepcopy(one)
-            for name, one in vars(self).items()
-        }
+        return {name: one if isinstance(one, _FIXED) else copy.deepcopy(one) for name, one in vars(self).items()}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""

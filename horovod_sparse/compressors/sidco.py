@@ -13,7 +13,7 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
-from horovod_sparse.ops.protocol import Array, Hints, Ops, Selection, Sums
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Ops, Selection, Sums
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
 Adapt = Literal["paper", "robust"]
@@ -109,8 +109,7 @@ class SIDCo(Compressor):
 
     def hints(self, state: BucketState, room: int) -> Hints:
         # With a cut, only the entries above it are fitted.
-        has_cut = state.cut < math.inf
-        return Hints(state.cut, min(state.room, room), sums=not has_cut, extent=has_cut)
+        return Hints(state.cut, min(state.room, room), EXTENT if state.cut < math.inf else SUMS)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
@@ -52,12 +52,8 @@ class Intake:
         factor /= self.scale
         return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
 
-    def rates(self, arrived: Sequence[Arrived]) -> Sequence[float]:
-        """Return what is added to the residual in units of what arrives. Raise ValueError for an unusable learning rate."""
-        return [self.rate(one) for one in arrived] if self.in_updates else [1.0] * len(arrived)
-
     def rate(self, arrived: Arrived) -> float:
-        """Return a gradient's learning rate."""
+        """Return the unit of a gradient in the residual with `lr_in_residual`. Raise ValueError for an unusable learning rate."""
         name, _, learning_rate = arrived
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")

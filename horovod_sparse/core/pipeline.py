@@ -163,7 +163,7 @@ class Pipeline:
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
-        rates = self.intake.rates(arrived)
+        rates = [self.intake.rate(one) for one in arrived] if self.intake.in_updates else [1.0] * len(arrived)
         step = self._begun()
         if bucket.name not in step.buckets:
             step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)

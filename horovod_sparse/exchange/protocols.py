@@ -255,13 +255,9 @@ class Reduced:
 
     def write(self, parts: Sequence[Part]) -> None:
         """Write the sum, in rank order, to the parameters' parts (flat arrays); NaN if a rank's gradient was not finite."""
-        together: dict[float, Sequence[Part]] = {self._divisor: parts}
-        if self._rates:
-            divisors = [self.divisor_at(first) for first, _ in parts]
-            together = {
-                one: [part for part, divisor in zip(parts, divisors, strict=True) if divisor == one]
-                for one in dict.fromkeys(divisors)
-            }
+        together: dict[float, list[Part]] = {} if self._rates else {self._divisor: [*parts]}
+        for part in parts if self._rates else ():
+            together.setdefault(self.divisor_at(part[0]), []).append(part)
         for divisor, some in together.items():
             if isinstance(self.sent, Messages):
                 self._ops.assembler(*self.sent, divisor)(some)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import ffi, memory, pool
 from horovod_sparse.kernels.memory import TYPES, HostOps, Memory
 from horovod_sparse.ops.cached import Above, Cached, narrow
-from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection, Sums
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Moving, Part, Selection, Sums
 
 _KEPT = 2**12
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
@@ -59,7 +59,7 @@ class TrackedMemory(Cached):
             self._room = pool.lend(rounded, self._type), pool.lend(rounded, "int32")
         values, indices = ffi.from_buffer("void *", self._room[0]), ffi.from_buffer("int32_t *", self._room[1])
         nothing = (0, 0.0, 0.0, 0.0, 0.0)
-        noted = (hints.cut, room, indices, values, 2 if hints.sums else int(hints.extent), nothing, 0, 1, 1)
+        noted = (hints.cut, room, indices, values, hints.asks, nothing, 0, 1, 1)
         self._notes, self._above = ffi.new("hs_notes *", noted), None
         self._seen, self._parts = 0, []
 
@@ -86,10 +86,9 @@ class TrackedMemory(Cached):
 
     # --- what was noted ---
 
-    @property
-    def sums(self) -> Sums | None:
-        """The sums of the whole array; None if they were not wanted, or if some part has taken in nothing."""
-        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.wanted == 2 else None
+    def known(self, asked: int) -> Sums | None:
+        """The sums of the whole array; None if what is asked was not expected, or if some part has taken in nothing."""
+        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.wanted >= asked else None
 
     @property
     def above(self) -> Above | None:
@@ -113,12 +112,11 @@ class TrackedMemory(Cached):
     # --- answers ---
 
     def extent(self, x: Array) -> Sums:
-        known = x is self._x and self._complete() and self._notes.wanted
-        return memory.sums_of(self._notes.sums) if known else self._ops.extent(x)
+        return (self.known(EXTENT) if x is self._x else None) or self._ops.extent(x)
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         if x is not self._x or threshold == 0.0:
-            sums = self.sums if x is self._x and not with_log else None
+            sums = self.known(SUMS) if x is self._x and not with_log else None
             return sums or self._ops.measure(x, threshold, with_log=with_log)
         # The order and the number of entries decide how sums are rounded. So these are the same entries whether they were noted
         # or not: a resumed run, which has no notes in its first step, gets the same bits.

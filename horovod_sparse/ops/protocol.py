@@ -43,6 +43,10 @@ class Sums:
         return self.logs / max(self.count, 1)
 
 
+NOTHING, EXTENT, SUMS = range(3)
+"""What a selection asks of the whole array: nothing, its `Ops.extent`, or the sums of `Ops.measure`. Each includes the last."""
+
+
 class Hints(NamedTuple):
     """What an algorithm expects of its next selection. Hints save time and never change what is selected."""
 
@@ -50,10 +54,8 @@ class Hints(NamedTuple):
     """The selection will most likely choose entries above this threshold, which is > 0; infinity if nothing is expected."""
     room: int = 0
     """If more entries than this exceed the cut, they are of no use."""
-    sums: bool = False
-    """Whether the algorithm measures the whole array."""
-    extent: bool = False
-    """Whether it asks for the array's extent."""
+    asks: int = NOTHING
+    """What it will most likely ask of the whole array."""
 
 
 class Momentum(NamedTuple):
