@@ -82,7 +82,8 @@ class KernelOps(HostOps):
         above = above[:found]
         if found > capacity:
             above = above[np.asarray(self.select_largest(x[above], capacity).indices)]
-        named = above if names is None else names[above]
+        # NumPy takes three times as long for `names[above]`.
+        named = above if names is None else names.take(above)
         return Selection(self.array(named.astype(np.int64)), found)
 
     def select_largest(self, x: Array, count: int) -> Selection:
