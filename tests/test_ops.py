@@ -149,7 +149,7 @@ def gathered(backend: Backend, entries: list[tuple[np.ndarray, np.ndarray]]) -> 
 
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-# The largest is written past the caches, wherever it begins.
+# The largest are written in several stretches.
 @pytest.mark.parametrize("sizes", [[0], [1], [2**14], [2**14 + 1], [1, 5, 0, 1000, 40_000, 2**20 + 77, 3]], ids=str)
 def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type[np.floating], sizes: list[int]) -> None:
     """Every target takes its own entries out of them."""

@@ -33,8 +33,6 @@ constexpr int64_t kMostThreads = 64;
 constexpr int32_t kPadding = -1, kNotFinite = -2, kBadCounts = -3;
 // Entries that are asked for before they are needed.
 constexpr int64_t kAhead = 32;
-// A sum of at least this many bytes does not stay in the caches until it is read.
-constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
 std::atomic<const Variant*> chosen{&baseline::variant};
 
@@ -449,15 +447,6 @@ void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ran
     }
 }
 
-#ifdef __SSE2__
-// Writes a stretch past the caches, so that they need not read what is overwritten. Both addresses are multiples of 64.
-void write_past_the_caches(void* to, const void* from, int64_t bytes) {
-    auto* target = static_cast<__m128i*>(to);
-    const auto* source = static_cast<const __m128i*>(from);
-    for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
-}
-#endif
-
 int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n) {
     if (rows > 0 && indices[0] == kNotFinite) return kNotFinite;
     int64_t used = 0, before = -1;
@@ -473,26 +462,7 @@ int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_
 
 template <class T>
 void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges, float divisor) {
-    int64_t begin = 0;
-#ifdef __SSE2__
-    if (n * static_cast<int64_t>(sizeof(T)) >= kLeastPastTheCaches) {
-        alignas(64) T stretch[kPiece];
-        const auto sum_up_to = [&](int64_t end) {
-            std::memset(stretch, 0, (end - begin) * sizeof(T));
-            add_entries(stretch, first + begin, first + end, ranges, divisor);
-        };
-        // The head ends where the first cache line begins that belongs to the target alone.
-        const int64_t head = (64 - reinterpret_cast<uintptr_t>(target) % 64) % 64 / sizeof(T);
-        sum_up_to(head);
-        std::memcpy(target, stretch, head * sizeof(T));
-        for (begin = head; begin + kPiece <= n; begin += kPiece) {
-            sum_up_to(begin + kPiece);
-            write_past_the_caches(target + begin, stretch, sizeof stretch);
-        }
-        _mm_sfence();
-    }
-#endif
-    for (; begin < n; begin += kStretch) {
+    for (int64_t begin = 0; begin < n; begin += kStretch) {
         const int64_t end = std::min(begin + kStretch, n);
         std::memset(target + begin, 0, (end - begin) * sizeof(T));
         add_entries(target + begin, first + begin, first + end, ranges, divisor);
