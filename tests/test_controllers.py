@@ -20,12 +20,14 @@ class Scripted:
         stages = []
         for quality in qualities:
             for _ in range(PERIOD):
-                self.controller = self.controller.after(round(1000 * quality), 1000, most)
+                self.controller = self.controller.after(round(1000 * quality), 1000, 0.501**most)
             stages.append(self.controller.stages)
         return stages
 
 
-@pytest.mark.parametrize(("ratio", "most"), [(0.1, 4), (0.01, 7), (0.001, 10), (0.5, 1), (0.25, 2), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("ratio", "most"), [(0.1, 4), (0.01, 7), (0.001, 10), (0.5, 1), (0.25, 2), (1.0, 1), (0.501**10, 10)]
+)
 def test_most_stages(ratio: float, most: int) -> None:
     assert most_stages(ratio) == most
 
@@ -65,9 +67,9 @@ def test_stages_stay_in_range_and_resume_identically(rule: Rule, counts: list[in
     controller = StageController(rule, 1)
     half = len(counts) // 2
     for count in counts[:half]:
-        controller = controller.after(count, 1000, most)
+        controller = controller.after(count, 1000, 0.501**most)
         assert 1 <= controller.stages <= most
     resumed = StageController(rule, 1).loaded(controller.state_dict())
     for count in counts[half:]:
-        controller, resumed = controller.after(count, 1000, most), resumed.after(count, 1000, most)
+        controller, resumed = (one.after(count, 1000, 0.501**most) for one in (controller, resumed))
         assert resumed == controller

@@ -53,7 +53,7 @@ class Intake:
         return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
 
     def rate(self, arrived: Arrived) -> float:
-        """Return the unit of a gradient in the residual with `lr_in_residual`. Raise ValueError for an unusable learning rate."""
+        """Return the unit of a gradient where residuals hold updates. Raise ValueError for an unusable learning rate."""
         name, _, learning_rate = arrived
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")

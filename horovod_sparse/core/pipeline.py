@@ -117,7 +117,7 @@ class Pipeline:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         for kept in (self.residuals, self.velocities):
             if name in kept.views:
-                kept.views[name][:] = 0
+                kept.views[name][...] = 0
 
     @property
     def steps(self) -> int:

@@ -21,7 +21,7 @@ class Residuals:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.views: dict[str, Array] = {}
-        """The flat slice of each parameter, by name; writing to it changes the residual."""
+        """The slice of each parameter, in its shape, by name; writing to it changes the residual."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shapes of the parameters that have a residual, by name."""
 
@@ -31,13 +31,13 @@ class Residuals:
         for slot in layout.slots:
             if slot.name in self.views:
                 raise ValueError(f"parameter {slot.name!r} already has a residual; names must be unique")
-            self.views[slot.name] = buffer[slot.offset : slot.offset + slot.numel]
+            self.views[slot.name] = buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
             self.shapes[slot.name] = slot.shape
         return buffer
 
     def reset(self) -> None:
         for view in self.views.values():
-            view[:] = 0
+            view[...] = 0
 
     def rescale(self, factor: float) -> None:
         for view in self.views.values():
@@ -45,7 +45,7 @@ class Residuals:
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
-        return {name: self._ops.copy(self.views[name]).reshape(shape) for name, shape in self.shapes.items()}
+        return {name: self._ops.copy(view) for name, view in self.views.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""

@@ -60,7 +60,7 @@ class NumpyOps(Ops):
 
     def assign(self, residual: Array, gradient: Array) -> None:
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
-        residual[:] = np.asarray(gradient).reshape(-1)
+        residual[...] = np.asarray(gradient).reshape(residual.shape)
 
     def joined(self, arrays: Sequence[Array], dtype: str) -> Array:
         return np.concatenate([one.reshape(-1) for one in arrays]).astype(dtype, copy=False)

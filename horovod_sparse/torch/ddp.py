@@ -178,7 +178,7 @@ class DDPReducer(GroupReducer):
         if self.pipeline is not None and not self.compressor.holds_back:
             self._begin_step()
             for parameter in bucket.parameters():
-                self._take(parameter)
+                self._take(parameter, self._routes.names[parameter])
 
     def state_dict(self) -> dict[str, Any]:
         if self._step.begun:

@@ -101,9 +101,9 @@ class Detached:
         for parameter, residual, unit in self._waiting():
             # Through `data`, autograd takes no notice: the graph of a pass that goes on stays valid.
             value = local_part(parameter.data)
-            if parameter not in self._memory:
-                self._memory[parameter] = torch.empty_like(value)
-            other, part = self._memory[parameter], self._coefficient * unit
+            other, part = self._memory.get(parameter), self._coefficient * unit
+            if other is None:
+                other = self._memory[parameter] = torch.empty_like(value)
             if _is_replaced(parameter):
                 self._moved[parameter] = value, parameter._version
                 parameter.data = torch.sub(value, residual, alpha=part, out=other)
@@ -116,13 +116,12 @@ class Detached:
     def restore(self) -> None:
         """Give the parameters back what they were, or what somebody has written to them since."""
         for parameter, (value, version) in [*self._moved.items()]:
-            now = local_part(parameter.data)
             if parameter._version != version:
-                value.copy_(now)
+                value.copy_(local_part(parameter.data))
             if _is_replaced(parameter):
                 parameter.data = value
             else:
-                now.copy_(value)
+                local_part(parameter.data).copy_(value)
             # Last: until here this can be done again.
             del self._moved[parameter]
 

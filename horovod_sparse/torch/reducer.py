@@ -153,9 +153,10 @@ class Reducer(TensorReducer):
             try:
                 self._step.handed[parameter] = hand_over(parameter.grad)
                 held_back = self.pipeline is None or self.compressor.holds_back or self._transport.given_up
-                if not held_back and parameter in self._routes.names:
+                name = None if held_back else self._routes.names.get(parameter)
+                if name is not None:
                     self._begin_step()
-                    self._take(parameter)
+                    self._take(parameter, name)
             except BaseException:
                 self._give_up_step()
                 raise
@@ -274,8 +275,8 @@ class Reducer(TensorReducer):
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
         optimizer = self.optimizer
-        for parameter in optimizer._allreduce_delay:
-            optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        passes = optimizer.backward_passes_per_step
+        optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, passes)
         optimizer._handles.clear()
 
     def give_up(self) -> None:

@@ -28,7 +28,7 @@ from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
-from horovod_sparse.torch.parameters import local_part, wide
+from horovod_sparse.torch.parameters import wide
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
 
@@ -129,9 +129,9 @@ class TensorReducer(Store):
         name = ".sample" if bucket is None else f"{bucket.name}.{bucket.rounds}"
         return self._transport.start(collective, name, bucket)
 
-    def _take(self, parameter: Tensor) -> None:
+    def _take(self, parameter: Tensor, name: str) -> None:
         """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
-        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
+        step, pipeline = self._step, self.pipeline
         assert pipeline is not None
         step.taken.add(name)
         if name in self.sparse:
@@ -165,7 +165,7 @@ class TensorReducer(Store):
         step = self._step
         for parameter, name in self._routes.names.items():
             if name not in step.taken:
-                self._take(parameter)
+                self._take(parameter, name)
         if step.sample is not None and step.lengths is None:
             step.lengths = self._start(None, Collective("allreduce", step.sample))
 
@@ -355,7 +355,7 @@ class TensorReducer(Store):
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:
                     # A state that was loaded may be in the host's memory.
-                    residual = residuals[name].view(local_part(parameter).shape).to(parameter.device)
+                    residual = residuals[name] if pipeline is not None else residuals[name].to(parameter.device)
                     found.append((parameter, residual, rate))
         return found
 
