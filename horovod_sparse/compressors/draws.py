@@ -27,7 +27,7 @@ def draw(seed: int, state: BucketState, *, shared: bool) -> int:
 
 
 def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
-    """Return a generator that begins with what `draw` returns. To make one takes as long as a small bucket's selection."""
+    """Return a generator whose key is what `draw` returns. To make one takes as long as a small bucket's selection."""
     return np.random.Generator(np.random.Philox(key=draw(seed, state, shared=shared)))
 
 

@@ -34,9 +34,9 @@ _MOST_LEFT = 4.0
 """The next cut has no room for more than this multiple of what it should leave, however many entries the last one left."""
 _MOST_AIM = 16.0
 _AIM_GAIN, _FAR_GAIN = 0.1, 0.5
-"""The part of a step's relative error in the count that the next step's aim corrects: more if the error is above `_FAR`."""
+"""The power of k/count that the next step's aim is multiplied by: the second if the two differ by more than `_FAR`."""
 _FAR = math.exp(0.2)
-"""The factor between count and k. So much is hardly chance where k is 100 or more; the gradients have changed."""
+"""A factor. So much is hardly chance where k is 100 or more; the gradients have changed."""
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -67,7 +66,6 @@ class Bucket:
         self.exchange = compressor.exchange
         """How the bucket is exchanged in this step, or was in the last one."""
         self._copies: list[Array] | None = None
-        self._ratio = math.nan
         self._resize()
         self._host = HostSelector(ops, compressor, buffer, velocity, self._remember)
         self.close()
@@ -156,11 +154,8 @@ class Bucket:
 
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
-        ratio = self.compressor.ratio_at(self.state.step)
-        if ratio != self._ratio:
-            self._ratio = ratio
-            self.k = self.compressor.target_count(self.numel, ratio)
-            self.capacity = self.capacity_for(self.numel, self.k)
+        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
+        self.capacity = self.capacity_for(self.numel, self.k)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""

@@ -9,7 +9,9 @@ import numpy as np
 from horovod_sparse.ops.protocol import Array, Ops
 
 _MOST_CANDIDATES = 5
-"""The most candidates, as a multiple of k. An array of less than twice as many is cheaper to sort whole."""
+"""The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
+_LEAST_CANDIDATES = 1.75
+"""If a quarter of the array is less than this multiple of k, a sample often finds too many, and is in vain."""
 _NEAR = 1e-6
 """Above `_TINY`, neighbouring float32 differ by less than this fraction."""
 _TINY = 1e-30
@@ -30,8 +32,8 @@ def below_largest(largest: float, threshold: float) -> float:
 
 def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
     """Return indices of a few entries that include the k largest, found by a sample of `x`; None if it finds no such few."""
-    most, stride = _MOST_CANDIDATES * k, k // _LEAST_SAMPLED
-    if len(x) < 2 * most or stride <= 1:
+    most, stride = min(_MOST_CANDIDATES * k, len(x) // 4), k // _LEAST_SAMPLED
+    if most < _LEAST_CANDIDATES * k or stride <= 1:
         return None
     sample = x[:: stride | 1]
     for wanted in (1.5, 3.0):

@@ -87,7 +87,7 @@ class TrackedMemory(Cached):
     # --- what was noted ---
 
     def known(self, asked: int) -> Sums | None:
-        """The sums of the whole array; None if what is asked was not expected, or if some part has taken in nothing."""
+        """What was asked of the whole array; None if that was not expected, or if some part has taken in nothing."""
         return memory.sums_of(self._notes.sums) if self._complete() and self._notes.wanted >= asked else None
 
     @property

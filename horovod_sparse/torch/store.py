@@ -28,7 +28,7 @@ from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
-from horovod_sparse.torch.parameters import wide
+from horovod_sparse.torch.parameters import local_part, wide
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
 
@@ -353,10 +353,11 @@ class TensorReducer(Store):
             rate = 1.0 / grown if self._in_parameters else 1.0 if self.compressor.in_updates else float(group["lr"])
             for parameter in group["params"]:
                 name = names.get(parameter, "")
-                if parameter.requires_grad and name in residuals:
+                residual = residuals.get(name) if parameter.requires_grad else None
+                # If the shape differs, the step raises.
+                if residual is not None and residual.shape == local_part(parameter).shape:
                     # A state that was loaded may be in the host's memory.
-                    residual = residuals[name] if pipeline is not None else residuals[name].to(parameter.device)
-                    found.append((parameter, residual, rate))
+                    found.append((parameter, residual.to(parameter.device), rate))
         return found
 
     def note_reduced(self) -> None:
