@@ -100,8 +100,8 @@ class TrackedMemory(Cached):
         if self._above is None and self._complete() and notes.complete and notes.room:
             values, indices = (array[: notes.found] for array in self._room)
             if self._parts != sorted(self._parts):
-                order = np.concatenate([np.arange(begin, end) for _, begin, end in sorted(self._parts)])
-                values, indices = values[order], indices[order]
+                places = [slice(begin, end) for _, begin, end in sorted(self._parts)]
+                values, indices = (np.concatenate([one[place] for place in places]) for one in (values, indices))
             self._above = Above(notes.cut, indices, self._ops.array(values))
         return self._above
 
