@@ -194,7 +194,7 @@ def main() -> None:
         unit = quartiles(units)[1]
         print(
             f"{task.title}: {numel:,} parameters, {hvd.size()} workers on {hvd.size() // hvd.local_size()} hosts; "
-            f"{args.rounds} rounds; a unit is {unit:.2f} ms\n"
+            f"{args.rounds} rounds; a unit is {unit:.2f} ms: {12e-6 * numel / unit:.0f} GB/s\n"
             f"{machine.describe()}, {torch.get_num_threads()} threads per worker, "
             f"Python {platform.python_version()}, PyTorch {torch.__version__}\n"
         )
