@@ -8,7 +8,6 @@ find others, such a change stays unseen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import string_at
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from horovod_sparse.torch.ops import on_host
 
 _SAMPLES = 16
-"""About how many entries of each gradient are compared: neighbours on the CPU, which can look for others if these are zero."""
+"""About how many entries of each gradient are compared."""
 _BLOCK = 2**16
 """If those entries are all zero on the CPU, this many entries at a time are searched for one that is not."""
 
@@ -38,10 +37,9 @@ class Handed(NamedTuple):
 def hand_over(gradient: Tensor | None) -> Handed:
     """Record what a gradient is now."""
     if gradient is None:
-        return Handed(None, 0, b"", slice(0, 0))
+        return Handed(None, 0, b"", slice(0))
     dense = _dense(gradient)
-    count = dense.numel()
-    places = slice(0, min(_SAMPLES, count)) if on_host(dense) else slice(0, count, max(1, count // _SAMPLES))
+    places = slice(None, None, max(1, dense.numel() // _SAMPLES))
     sample = _sample(dense, places)
     # Zeros of either sign consist of these bytes alone. If any other bytes are left, some entry is not zero.
     if isinstance(sample, bytes) and not sample.strip(b"\x00\x80"):
@@ -82,11 +80,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _sample(dense: Tensor, places: slice) -> bytes | Tensor:
     if on_host(dense):
-        if not dense.is_contiguous():
-            return _numbers(dense)[places].tobytes()
-        # NumPy takes several times as long.
-        size = dense.itemsize
-        return string_at(dense.data_ptr() + places.start * size, (places.stop - places.start) * size)
+        return _numbers(dense)[places].tobytes()
     # In the order of the memory if that needs no copy.
     flat = dense.as_strided((dense.numel(),), (1,)) if _owns_its_memory(dense) else dense.reshape(-1)
     return flat[places].clone()
@@ -107,5 +101,5 @@ def _not_zero(entries: np.ndarray) -> slice:
     for start in range(0, len(entries), _BLOCK):
         first = start + int((entries[start : start + _BLOCK] != 0).argmax())
         if entries[first]:
-            return slice(first, min(first + _SAMPLES, len(entries)))
-    return slice(0, 0)
+            return slice(first, first + _SAMPLES)
+    return slice(0)
