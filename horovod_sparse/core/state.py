@@ -35,6 +35,11 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     return {name for part in PARTS for name in state[part]}
 
 
+def step_of(state: Mapping[str, Any]) -> int:
+    """Return the number of the step that follows a state; 0 if there is nothing in it."""
+    return max((one["step"] for one in state["adaptive"].values()), default=0)
+
+
 def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the part of a state that belongs to some parameters."""
     kept = {part: {name: value for name, value in state[part].items() if name in names} for part in PARTS}
@@ -77,12 +82,11 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     check_parts(state, compressor)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
-    mine = compressor.in_updates
+    mine = compressor.lr_in_residual
     if state["learning_rates"] != (dict.fromkeys(residuals, 1.0) if mine else {}):
         raise ValueError(
             f"state must be one with lr_in_residual={mine}, got one with lr_in_residual={not mine}: its residuals are in "
-            f"another unit; make the compression with lr_in_residual={not mine}, or leave it 'auto' and give the optimizer "
-            "the momentum that it had, or begin without this state"
+            f"another unit; make the compression with lr_in_residual={not mine}, or begin without this state"
         )
 
 
@@ -104,10 +108,6 @@ def check_parts(state: Any, compressor: Compressor) -> None:
             _check(where, dtype, f"an array of {' or '.join(_DTYPES)}", dtype in _DTYPES)
             finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
             _check(where, array, "finite", bool(finite.all()))
-    lengths = state.get("updates", [0.0, 0.0])
-    kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
-    are_lengths = kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf
-    _check("['updates']", lengths, "two finite numbers >= 0", are_lengths)
     sparse = state.get("sparse", [])
     _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))
     differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
