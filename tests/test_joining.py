@@ -12,7 +12,6 @@ from table import gradients_of
 
 from horovod_sparse.core.joining import joined
 from horovod_sparse.numpy import (
-    DGC,
     MiCRO,
     MomentumCorrection,
     RandomBlock,
