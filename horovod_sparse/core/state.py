@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,21 +51,6 @@ def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
     return {**other, **state, **{part: {**state[part], **other[part]} for part in PARTS}}
 
 
-def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
-    """Return the state of a worker that continues several others: the sums of their arrays, and the rest from the first.
-
-    With `zero`, return that of a new worker, with zeros in its arrays. The first one's arrays change, but not `replicated`.
-    """
-    first, *others = states
-    for part in ARRAYS:
-        for name in first[part].keys() - replicated(first["residuals"], first["velocities"]):
-            if zero:
-                first[part][name] *= 0
-            for other in others:
-                first[part][name] += other[part][name]
-    return dict(first)
-
-
 def replicated(residuals: Collection[str], velocities: Collection[str]) -> list[str]:
     """Return the names of the parameters that have a velocity and no residual: it is the same on every rank."""
     return sorted(set(velocities).difference(residuals))
@@ -92,32 +77,40 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
 
 def check_parts(state: Any, compressor: Compressor) -> None:
     """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
+    check_form(state)
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)
+
+
+def check_form(state: Any, called: str = "state") -> None:
+    """Raise ValueError, whose text calls the state so, unless `state` is a state of this release, whatever its algorithm."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"state must be what state_dict() returned, got {type(state).__name__}")
+        raise ValueError(f"{called} must be what state_dict() returned, got {type(state).__name__}")
     if state.get("version") != VERSION:
         raise ValueError(
-            f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
+            f"{called} must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved "
+            "it"
         )
     for part in PARTS:
         found = state.get(part)
-        _check(f"[{part!r}]", found, "a dict by parameter name", isinstance(found, Mapping) and _are_names(found))
+        is_part = isinstance(found, Mapping) and _are_names(found)
+        _check(f"{called}[{part!r}]", found, "a dict by parameter name", is_part)
     for part in ARRAYS:
         for name, array in state[part].items():
-            where = f"[{part!r}][{name!r}]"
+            where = f"{called}[{part!r}][{name!r}]"
             dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
             _check(where, dtype, f"an array of {' or '.join(_DTYPES)}", dtype in _DTYPES)
             finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
             _check(where, array, "finite", bool(finite.all()))
     sparse = state.get("sparse", [])
-    _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))
+    are_sparse = isinstance(sparse, (list, tuple)) and _are_names(sparse)
+    _check(f"{called}['sparse']", sparse, "a list of parameter names", are_sparse)
     differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
     if differ:
         raise ValueError(
-            f"state['adaptive'] must name the same parameters as state['residuals'], but one of them lacks {differ}; the state "
-            "is damaged"
+            f"{called}['adaptive'] must name the same parameters as {called}['residuals'], but one of them lacks {differ}; the "
+            "state is damaged"
         )
-    for adaptive in state["adaptive"].values():
-        compressor.new_state().load_state_dict(adaptive)
 
 
 def _are_names(values: Iterable[object]) -> bool:
@@ -128,7 +121,7 @@ def _check(where: str, value: object, expected: str, holds: bool) -> None:
     if not holds:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged, load an older one")
+        raise ValueError(f"{where} must be {expected}, got {shown}; the state is damaged, load an older one")
 
 
 def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:
