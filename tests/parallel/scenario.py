@@ -33,10 +33,10 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 MODULES = {
     "torch": (
         "training exchange gradients usage wrappers checkpoints scaling policies momentum disagreement "
-        "parameters hierarchical local updates detached compiled programs.laws"
+        "parameters hierarchical local updates detached compiled programs.laws programs.conservation"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled programs.laws",
+    "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled programs.laws programs.conservation",
 }
 """Where the scenarios of a framework are."""
 
