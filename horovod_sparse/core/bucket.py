@@ -275,11 +275,11 @@ class Bucket:
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
-    def reduced(self, divisor: float, intake: Intake, *, counts: bool) -> Reduced:
-        """Return the reduced gradients; NaN if a gradient was not finite. The step `counts` unless it fails."""
+    def reduced(self, divisor: float) -> Reduced:
+        """Return the reduced gradients; NaN if a gradient was not finite."""
         return Reduced(self.ops, self.sent_by_all, divisor, self.rates)
 
-    def commit(self) -> None:
+    def commit(self, divisor: float, intake: Intake) -> None:
         """End a step that has succeeded on all ranks: what was taken has been sent, and the rest stays."""
         if self._all_taken:
             self.buffer[:] = 0

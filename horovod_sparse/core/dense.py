@@ -47,7 +47,9 @@ class DenseBucket:
         self._gradients: dict[str, Array] = {}
         self._spoiled = False
         self._total: Array | None = None
-        """The sum of all ranks' gradients, once it is there."""
+        """The sum of all ranks' gradients, once it is there; at last, what momentum makes of their mean."""
+        self._divisor: float | None = None
+        """What that is divided by; None for the divisor of sums."""
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the one collective, whatever other buckets do."""
@@ -94,18 +96,11 @@ class DenseBucket:
         """Return the parameters whose gradients were not finite on this rank."""
         return [name for name, gradient in self._gradients.items() if not self.ops.all_finite(gradient)]
 
-    def reduced(self, divisor: float, intake: Intake, *, counts: bool) -> Reduced:
-        """Return the reduced gradients. With momentum before the selection they get theirs now, if the step `counts`."""
+    def reduced(self, divisor: float) -> Reduced:
+        """Return the reduced gradients, once the step has ended."""
+        divisor = divisor if self._divisor is None else self._divisor
         total: Array = self._total
-        if self._velocity is not None and counts:
-            total, divisor = (
-                self._accelerate(total / (divisor * intake.scale), self._velocity, intake),
-                1.0 / intake.scale,
-            )
         return Reduced(self.ops, Entries(None, total if divisor == 1.0 else total / divisor), 1.0, {})
-
-    def _part(self, flat: Array, slot: Slot) -> Array:
-        return flat[slot.offset : slot.offset + slot.numel]
 
     def _accelerate(self, mean: Array, velocity: Array, intake: Intake) -> Array:
         """Return what momentum makes of the mean gradients."""
@@ -114,8 +109,11 @@ class DenseBucket:
         self.ops.accumulate(moved, [(0, mean)], Moving(velocity, intake.momentum))
         return moved
 
-    def commit(self) -> None:
-        """Nothing is kept of a step but the velocity."""
+    def commit(self, divisor: float, intake: Intake) -> None:
+        """End a step that has succeeded on all ranks. With momentum before the selection the gradients get theirs now."""
+        if self._velocity is not None:
+            self._total = self._accelerate(self._total / (divisor * intake.scale), self._velocity, intake)
+            self._divisor = 1.0 / intake.scale
 
     def undo(self, intake: Intake) -> None:
         """Nothing is to be undone."""

@@ -249,13 +249,15 @@ class Pipeline:
         reached = [bucket for bucket in self.all_buckets if bucket.name in step.buckets]
         if step.fails:
             self._tell(step, reached, everyone)
-            for bucket in reached:
-                bucket.undo(self.intake)
-        for bucket in reached if not step.given_up else ():
-            write(bucket.layout.slots, bucket.reduced(divisor, self.intake, counts=not step.fails))
         for bucket in reached:
-            if not step.fails:
-                bucket.commit()
+            # Before the reduced gradients take the place of those that are to be taken back.
+            if step.fails:
+                bucket.undo(self.intake)
+            else:
+                bucket.commit(divisor, self.intake)
+        for bucket in reached:
+            if not step.given_up:
+                write(bucket.layout.slots, bucket.reduced(divisor))
             bucket.close()
         self._step = None
         self.warned = self.warned or any(bucket.warn_truncated() for bucket in self.buckets)
