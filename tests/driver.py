@@ -26,11 +26,10 @@ def make_pipeline(
     position: int = 0,
     dtype: str = "float32",
     averages: bool = True,
-    groups: Sequence[str] = (),
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
     where: dict[str, Any] = {"world": world, "position": position, "rank": position}
-    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, groups=groups, **where)
+    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
     pipeline.add_buckets(layouts_of(parameters, compressor), lambda name: like)
@@ -38,21 +37,18 @@ def make_pipeline(
 
 
 def make_pipelines(
-    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int | str, **settings: Any
+    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int, **settings: Any
 ) -> list[Pipeline]:
-    """Of so many workers, or of one on each of these hosts."""
-    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
-    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
-    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(world)]
+    """Of so many workers."""
+    where: dict[str, Any] = {"world": workers, **settings}
+    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(workers)]
 
 
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     """What every rank gets of one collective; the ranks must have asked for the same."""
     messages = [backend.numpy(request.message) for request in requests]
-    asked_for = [(one.kind, one.to is None, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
+    asked_for = [(one.kind, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
     assert len(set(asked_for)) == 1
-    for number, one in enumerate(requests):
-        assert one.of is None or one.of == [(other.to or ())[number] for other in requests]
     asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
     return [backend.array(result) for result in results_of(asked)]
 

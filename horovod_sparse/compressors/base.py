@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -85,8 +85,8 @@ class Compressor(ABC):
             else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
             with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit waits.
-        exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
-            `SharedIndices`, or an `Exchange` of one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
+        exchange: how the selections of all workers become one gradient: `Pairs`, `Union`, `SharedIndices`, or an
+            `Exchange` of one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
         not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
             raises FloatingPointError when the step is reduced. "propagate": the bucket's reduced gradient becomes NaN on every
             rank. Either way the residuals stay finite, and what the step had sent returns to them.
@@ -98,7 +98,7 @@ class Compressor(ABC):
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e. Where updates
             are exchanged, eta is 1/s (`core.lengths.Lengths`). Needs the memory of a second copy of the parameters, and
             PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
-            with `not_finite="raise"`. It ends if reduced gradients are changed. Refused with `Balanced` and `Hierarchical`.
+            with `not_finite="raise"`. It ends if reduced gradients are changed.
     """
 
     ratio: float | Schedule = field(kw_only=False)
@@ -127,7 +127,7 @@ class Compressor(ABC):
     masks: ClassVar[bool] = False
     """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     default_exchange: ClassVar[Exchange] = Pairs()
-    chooses: ClassVar[Collection[Choice]] = ("own", "spread")
+    chooses: ClassVar[tuple[Choice, ...]] = ("own",)
     """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
     __signature__ = _Signature()
 
@@ -184,10 +184,10 @@ class Compressor(ABC):
                 f"exchange must be one that {type(self).__name__} can use, such as {self.default_exchange!r}, got "
                 f"{self.exchange!r}; leave exchange out, or use another compressor"
             )
-        if self.detached not in ("auto", 0) and not self._keeps_own:
+        if self.detached not in ("auto", 0) and not self.residual:
             raise ValueError(
-                f"detached must be 'auto' or 0 with residual={self.residual} and exchange={self.exchange!r}, got "
-                f"{self.detached!r}: residuals must hold what this worker has not sent, and nothing else"
+                f"detached must be 'auto' or 0 with residual=False, got {self.detached!r}: residuals must hold what this "
+                "worker has not sent"
             )
 
     @cached_property
@@ -229,11 +229,6 @@ class Compressor(ABC):
         return self.takes_momentum if self.lr_in_residual == "auto" else self.lr_in_residual
 
     @property
-    def _keeps_own(self) -> bool:
-        """Whether a worker's residual holds what it has not sent, and nothing else."""
-        return bool(self.residual) and not self.exchange.owns_parts
-
-    @property
     def detached_coefficient(self) -> float:
         """c of detached error feedback, where the adapter can have it."""
         automatic = 0.5 if self.waits_alone else 0.0
@@ -241,9 +236,9 @@ class Compressor(ABC):
 
     @property
     def waits_alone(self) -> bool:
-        """Whether something waits in a worker's residual, all of it its own, and in a unit that is known."""
+        """Whether something waits in a worker's residual, in a unit that is known."""
         # With "propagate" the loss may be scaled by hand, and the residuals with it.
-        return self._keeps_own and self.not_finite == "raise" and self.ratio != 1.0
+        return bool(self.residual) and self.not_finite == "raise" and self.ratio != 1.0
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:
         """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""

@@ -112,8 +112,7 @@ class LocalUpdates:
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
         keep: c, the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
             training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
-            without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
-            workers have sent (`Balanced`, `Hierarchical`), nothing moves.
+            without. It takes the memory of one more copy of the parameters; 0 does not.
         overlap: number of local steps that go on while an exchange travels, in [0, every]. Only then is it waited for. It takes
             the memory of three more copies of the parameters, and an exchange of one collective, such as `Pairs`. States are
             saved and loaded when nothing travels: after these steps, or after `synchronize`.

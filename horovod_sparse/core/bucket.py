@@ -6,8 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
-
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.dense import arriving
@@ -16,8 +14,7 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Kind, Reduced, Round, Run, Sent
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Reduced, Round, Sent
 from horovod_sparse.exchange.received import rows_of
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
@@ -40,7 +37,6 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
-        grid: Grid | None = None,
     ) -> None:
         self.ops = ops
         self.compressor = compressor
@@ -57,7 +53,6 @@ class Bucket:
         self._first_sparse = compressor.first_sparse_step(place.world)
         self.begins_dense = self._first_sparse > 0
         """Whether everything is sent in the first steps."""
-        self.grid = grid
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
         self.tally = Tally()
@@ -88,7 +83,7 @@ class Bucket:
         self._message: Array | None = None
         """The message that a device makes with what it takes. Its number of entries may not be known yet."""
         # Last: until here an ending that was interrupted can be done again.
-        self.run: Run | None = None
+        self.run: Exchanging | None = None
         """The exchange of this step; None until it begins."""
 
     # --- gradients in ---
@@ -96,7 +91,6 @@ class Bucket:
     def begin_step(self, *, copies: bool) -> Before:
         """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
         before = Before(self.state.snapshot(), self.tally, self._copy() if copies else ())
-        self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
         self._resize()
         self.exchange = _DENSE if self._in_dense_steps else self.compressor.exchange
@@ -155,7 +149,7 @@ class Bucket:
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.capacity_for(self.numel, self.k)
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
@@ -172,8 +166,8 @@ class Bucket:
         # Not earlier: on other ranks the parameters may have arrived in another order.
         self.state.know_rate(max(self.rates.values(), default=1.0))
         self.target = self.numel if self._in_dense_steps else self.k
-        self.run = Run(self.exchange, self)
-        return self._counted(next(self.run.collectives))
+        self.run = self.exchange.collectives(self)
+        return self._counted(next(self.run))
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -195,15 +189,7 @@ class Bucket:
         self.outcome = self.selector.finish()
 
     def select(self) -> Selection:
-        return self.select_from(self.buffer, self.k, self.capacity)
-
-    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
-        if k == 0:
-            return Selection(self.ops.indices(np.empty(0, np.int64), x), 0)
-        return self._host.select(x, self.state, k, capacity)
-
-    def capacity_for(self, numel: int, k: int) -> int:
-        return self.compressor.message_capacity(numel, k, self.world)
+        return self._host.select(self.buffer, self.state, self.k, self.capacity)
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
@@ -234,9 +220,8 @@ class Bucket:
         if not self.compressor.residual:
             self.buffer[:] = 0
 
-    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
+    def sent(self, count: int, truncated: int = 0) -> None:
         self.outcome = Outcome(count, truncated)
-        self.target = self.target if target is None else target
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
@@ -249,7 +234,7 @@ class Bucket:
     def advance(self, result: Array) -> Collective:
         """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
         assert self.run is not None
-        return self._counted(self.run.collectives.send(result))
+        return self._counted(self.run.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
@@ -307,10 +292,8 @@ class Bucket:
         if self.velocity is not None and self._masks and not self._in_dense_steps:
             self._recall()
             taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
-            for indices in taken if self.run is None or self.run.masked is None else self.run.masked:
+            for indices in taken:
                 self.velocity[indices] = 0
-        if self.run is not None:
-            self.run.commit()
 
     def _restore(self) -> None:
         """Return what was taken to the residual."""
@@ -319,8 +302,6 @@ class Bucket:
             # Zeros are those of entries that are not taken yet, or that were zero.
             if bool(values.any()):
                 self.buffer[indices] = values
-        if self.run is not None:
-            self.run.restore()
         self.drop_rest()
 
     def _recall(self) -> None:

@@ -16,7 +16,6 @@ from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
 from horovod_sparse.core.step import Ending, Step
-from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Ops
 
@@ -44,7 +43,6 @@ class Pipeline:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip` depends on it.
-        groups: the name of each worker's host, if the exchange needs them (`Exchange.hosts`).
         device_selector: see `DeviceSelectorFor`.
     """
 
@@ -57,7 +55,6 @@ class Pipeline:
         position: int,
         rank: int,
         averages: bool = True,
-        groups: Sequence[str] = (),
         device_selector: DeviceSelectorFor = lambda *bucket: None,
     ) -> None:
         self.ops = ops
@@ -66,7 +63,6 @@ class Pipeline:
         self.position = position
         self.rank = rank
         self.averages = averages
-        self.grid = grid(groups, position) if groups else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -89,7 +85,7 @@ class Pipeline:
             buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
             place = Place(layout.name, self.position, self.world)
             selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self.grid)
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 

@@ -30,11 +30,11 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
         _log.info("%s %s: %s, kernels %s", type(compressor).__name__, what, found, kernels)
         rounds = [one for bucket in pipeline.buckets for one in compressor.rounds(bucket.numel, None, world)]
         sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
-        # Beside what is sent, a message has a few numbers. With a grid, it depends on the hosts what leaves them.
-        if pipeline.grid is None and sent > 1.05 * dense_bytes > 0:
+        # Beside what is sent, a message has a few numbers.
+        if sent > 1.05 * dense_bytes > 0:
             _log.warning(
                 f"{compressor!r} with {world} workers sends {sent / dense_bytes:.1f} times as many bytes as a dense allreduce "
-                "of float32; take a ratio that is as many times smaller, exchange=Balanced(), or MiCRO"
+                "of float32; take a ratio that is as many times smaller, or MiCRO"
             )
 
 

@@ -112,7 +112,7 @@ class SparseAllreduce:
                 check_state(state, compressor, *kept_shapes(shapes, compressor))
 
         agree_on_states(check, transport)
-        pipeline = self._new_pipeline(groups=compressor.exchange.hosts(transport.world, transport.everyone))
+        pipeline = self._new_pipeline()
         add_buckets(pipeline, gradients)
         transport.renew()
         self.pipeline, self._shapes = pipeline, shapes_of(gradients)

@@ -110,17 +110,11 @@ class Communicator:
         if comm is None:
             return lambda: message
         rows = len(message) * (self.world if collective.kind == "allgather" else 1)
-        rows = rows if collective.of is None else sum(collective.of)
         started = _Started(message, np.empty((rows, *message.shape[1:]), message.dtype))
         # First, because MPI may write to this memory as soon as the collective has begun.
         self._under_way.append(started)
-        if collective.to is not None and collective.of is not None:
-            width = message[0].size if message.ndim > 1 else 1
-            to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
-            started.request = comm.Ialltoallv([message, to], [started.result, of])
-        else:
-            begin = {"allgather": comm.Iallgather, "allreduce": comm.Iallreduce, "alltoall": comm.Ialltoall}
-            started.request = begin[collective.kind](message, started.result)
+        begin = comm.Iallgather if collective.kind == "allgather" else comm.Iallreduce
+        started.request = begin(message, started.result)
 
         def wait() -> Array:
             while not started.request.Test():

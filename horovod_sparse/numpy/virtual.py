@@ -88,8 +88,7 @@ class VirtualWorkers:
         return reduced
 
     def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
-        hosts = self._compression.exchange.hosts(self.number, lambda host: [host] * self.number)
-        settings: dict[str, Any] = {"world": self.number, "averages": self._average, "groups": hosts}
+        settings: dict[str, Any] = {"world": self.number, "averages": self._average}
         pipelines, ops = [], host_ops()
         for worker, mine in enumerate(gradients):
             pipelines.append(Pipeline(ops, self._compression, position=worker, rank=worker, **settings))
@@ -128,30 +127,12 @@ class VirtualWorkers:
 
 
 def results_of(asked: Sequence[Collective]) -> list[Array]:
-    """Return what each worker gets of a collective that all workers have asked for. Workers may get the same array."""
+    """Return what each worker gets of a collective that all workers have asked for: the same array."""
     messages = [one.message for one in asked]
-    kind, world = asked[0].kind, len(asked)
-    if kind == "alltoall":
-        if asked[0].to is not None:
-            return _of_parts(asked)
-        # Worker p gets part p of every message.
-        parts = np.stack(messages).reshape(world, world, -1, *messages[0].shape[1:])
-        return [*np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(world, *messages[0].shape)]
-    if kind == "allgather":
+    if asked[0].kind == "allgather":
         result = np.concatenate(messages)
     else:
         result = messages[0].copy()
         for message in messages[1:]:
             result += message
-    return [result] * world
-
-
-def _of_parts(asked: Sequence[Collective]) -> list[Array]:
-    """Return what each worker gets of an alltoall with parts of different sizes."""
-    parts = [[one.message[:0]] for one in asked]
-    for one in asked:
-        to = np.asarray(one.to)
-        ends = np.cumsum(to)
-        for worker in np.flatnonzero(to).tolist():
-            parts[worker].append(one.message[ends[worker] - to[worker] : ends[worker]])
-    return [np.concatenate(some) for some in parts]
+    return [result] * len(asked)

@@ -20,7 +20,7 @@ from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.exchange.received import disagreement
 
-Kind = Literal["allgather", "allreduce", "alltoall", "sparse"]
+Kind = Literal["allgather", "allreduce", "sparse"]
 """The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a sparse gradient."""
 
 _GIVEN_UP = "int64"
@@ -85,12 +85,12 @@ class Collectives:
         ranks if there are any. Without it the ranks would wait for each other: Horovod compares what has the same name, and
         the name of an allreduce is never that of an allgather.
         """
-        kind, message, to, *_ = collective
+        kind, message = collective
         if bucket is None or bucket.stands_in is None:
-            return self._start(kind, message, name, to, bucket)
-        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
-        first = self._start(bucket.stands_in, marker, name, bucket=bucket)
-        second = self._start(kind, message, f"{name}.second", to, bucket)
+            return self._start(kind, message, name, bucket)
+        marker = message.new_zeros(1, dtype=torch.uint8)
+        first = self._start(bucket.stands_in, marker, name, bucket)
+        second = self._start(kind, message, f"{name}.second", bucket)
         return lambda: (first(), second())[1]
 
     def start_sparse(self, gradient: Tensor, name: str, op: Any) -> Wait:
@@ -106,7 +106,6 @@ class Collectives:
         kind: Kind,
         message: Tensor,
         name: str,
-        to: Sequence[int] | None = None,
         bucket: AnyBucket | None = None,
         op: Any = mpi_ops.Sum,
     ) -> Wait:
@@ -117,10 +116,6 @@ class Collectives:
             wait = mpi_ops.sparse_allreduce_async(message, full, op, mine)
         elif kind == "allgather":
             handle = mpi_ops.allgather_async(message, name=full, process_set=mine)
-        elif kind == "alltoall":
-            handle = mpi_ops.alltoall_async(
-                message, None if to is None else torch.tensor(to, dtype=torch.int32), full, mine
-            )
         else:
             handle = mpi_ops.allreduce_async_(message, name=full, op=mpi_ops.Sum, process_set=mine)
         if handle is not None:
@@ -132,7 +127,7 @@ class Collectives:
         def result() -> Tensor:
             started.wait = None
             try:
-                reduced: Any = wait()
+                reduced: Tensor = wait()
             except HorovodInternalError as error:
                 if _GIVEN_UP in str(error):
                     self.told = True
@@ -143,9 +138,7 @@ class Collectives:
                 if bucket is not None and "Mismatched" in str(error):
                     raise disagreement(bucket) from error
                 raise
-            # The second result of an alltoall is how much came from each rank.
-            received: Tensor = reduced[0] if kind == "alltoall" else reduced
-            return received
+            return reduced
 
         return result
 
@@ -227,9 +220,6 @@ class Collectives:
 
 def _nothing(kind: Kind, shape: Sequence[int], dtype: str, device: str) -> Tensor:
     like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-    if kind == "alltoall":
-        # Nothing for anybody.
-        shape = [0, *shape[1:]]
     return empty_sparse(shape, like) if kind == "sparse" else like.new_zeros(shape)
 
 

@@ -54,16 +54,11 @@ class Group:
         message: Tensor = collective.message.contiguous()
         result = message
         where: dict[str, Any] = {"group": self.group, "async_op": True}
-        if collective.kind != "allreduce":
-            rows = self.world * len(message) if collective.kind == "allgather" else len(message)
-            result = message.new_empty((rows if collective.of is None else sum(collective.of), *message.shape[1:]))
         if collective.kind == "allreduce":
             work = dist.all_reduce(message, **where)
-        elif collective.kind == "allgather":
-            work = _all_gather(result, message, **where)
         else:
-            to, of = (None if rows is None else [*rows] for rows in (collective.to, collective.of))
-            work = dist.all_to_all_single(result, message, of, to, **where)
+            result = message.new_empty((self.world * len(message), *message.shape[1:]))
+            work = _all_gather(result, message, **where)
 
         def wait() -> Tensor:
             work.wait()

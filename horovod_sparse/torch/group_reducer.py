@@ -146,7 +146,6 @@ class GroupReducer(TensorReducer):
         check_real(new)
         if self.agrees:
             agree_on_states(lambda: None, group)
-            self.compressor.exchange.hosts(group.world, group.everyone)
             self.agrees = False
             return
         self._extend(new)

@@ -232,7 +232,6 @@ class TensorReducer(Store):
                 position=transport.position,
                 rank=transport.rank,
                 averages=self._averages,
-                groups=compressor.exchange.hosts(transport.world, transport.everyone),
                 device_selector=on_gpu,
             )
             if self.momentum is not None:

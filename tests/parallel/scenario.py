@@ -33,7 +33,7 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 MODULES = {
     "torch": (
         "training exchange gradients usage wrappers checkpoints scaling policies momentum disagreement "
-        "parameters hierarchical local updates detached compiled"
+        "parameters local updates detached compiled"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.parameters",
     "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled",
