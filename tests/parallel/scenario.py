@@ -35,7 +35,7 @@ MODULES = {
         "training exchange gradients usage wrappers checkpoints scaling policies momentum disagreement "
         "parameters hierarchical local updates detached compiled"
     ),
-    "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.parameters",
+    "tensorflow": "tf.tape tf.keras3 tf.programs tf.checkpoints tf.scaling tf.parameters",
     "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled",
 }
 """Where the scenarios of a framework are."""

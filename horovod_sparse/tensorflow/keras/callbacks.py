@@ -11,7 +11,6 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from horovod.tensorflow.keras import callbacks as stock
-from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.checkpoint import Damaged
@@ -129,3 +128,13 @@ class CheckpointCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         # It has been read. A later `fit` begins at the first epoch.
         self.model._initial_epoch = None
+
+
+def __getattr__(name: str) -> Any:
+    """Say what stands in for a callback of Horovod's that does not work with Keras 3."""
+    if name == "BestModelCheckpoint":
+        raise AttributeError(
+            "BestModelCheckpoint needs Horovod's Spark estimator, which tells it a path; use "
+            "keras.callbacks.ModelCheckpoint(path, save_best_only=True), on rank 0"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
