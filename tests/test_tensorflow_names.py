@@ -57,7 +57,9 @@ def test_another_model_has_other_names(saved: list[str], names: list[str]) -> No
 
 def test_a_variable_of_unknown_shape_is_refused() -> None:
     variable = tf.Variable([1.0], shape=tf.TensorShape([None]), name="growing")
-    with pytest.raises(ValueError, match=r"variable 'growing' must have a known shape .*, got \(None,\).*shape=value.shape"):
+    with pytest.raises(
+        ValueError, match=r"variable 'growing' must have a known shape .*, got \(None,\).*shape=value.shape"
+    ):
         Names().of([variable])
 
 

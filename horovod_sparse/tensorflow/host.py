@@ -107,9 +107,7 @@ class HostPipeline(Pipeline):
             start = call_host(self._start_step, (), [step.scale, *awaited], tf.bool)
             with tf.control_dependencies([start]):
                 ended = [one for made in self._together(buckets) for one in self._exchange_all(step, made)]
-                finite = [
-                    tf.reduce_all(tf.math.is_finite(one)) for one in (*step.others.values(), *step.own.values())
-                ]
+                finite = [tf.reduce_all(tf.math.is_finite(one)) for one in (*step.others.values(), *step.own.values())]
             with tf.control_dependencies(ended):
                 end = call_host(self._end, ([*step.others],), finite, tf.bool)
             with tf.control_dependencies([end]):

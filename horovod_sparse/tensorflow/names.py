@@ -64,11 +64,6 @@ def name_of(variable: Variable) -> str:
     return getattr(variable, "path", None) or str(variable.name).split(":")[0]
 
 
-def same_name(saved: str, name: str) -> bool:
-    """Return whether two names are those of one variable, of which the first was saved."""
-    return _fit(_uncounted(saved), _uncounted(name))
-
-
 def _uncounted(name: str) -> str:
     """Return a name without the counts that Keras gives to what has no name of its own ("dense_3")."""
     return re.sub(r"_\d+(?=/|$)", "", name)

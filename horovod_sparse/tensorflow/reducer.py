@@ -26,7 +26,6 @@ from horovod_sparse.core.agreement import (
 )
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, planned
-from horovod_sparse.core.pipeline import AnyBucket
 from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor

@@ -11,13 +11,13 @@ from stairs import Halving, dense_until
 
 import horovod_sparse.torch as adapter
 
-from .checkpoints import checkpoint_continues_bit_for_bit
 from .common import MakeCompression, raised, small_model, train, wrap
 from .disagreement import a_state_of_another_step_on_one_rank_raises_on_all
 from .exchange import nothing_is_lost
 from .launch import Launch
 from .policies import numpy_gives_the_same
 from .scenario import MPI_2, MPI_4, scenario
+from .states import what_was_saved_continues_bit_for_bit
 
 COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo": partial(adapter.SIDCo, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
@@ -38,7 +38,7 @@ LAWS: dict[str, tuple[Any, ...]] = {
         for name, make in COMPRESSORS.items()
         for granularity in ("layer", "model")
     },
-    **{f"{name}-resumed": (checkpoint_continues_bit_for_bit, make) for name, make in COMPRESSORS.items()},
+    **{f"{name}-resumed": (what_was_saved_continues_bit_for_bit, make) for name, make in COMPRESSORS.items()},
     "numpy": (numpy_gives_the_same, _at_five_per_cent),
     "another-step-dense": (
         a_state_of_another_step_on_one_rank_raises_on_all,

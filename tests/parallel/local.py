@@ -24,7 +24,7 @@ from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import group_reducer
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.movement import Movement
+from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.torch.store import TensorReducer
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap

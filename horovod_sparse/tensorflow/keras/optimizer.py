@@ -55,7 +55,6 @@ def distributed(
     # A LossScaleOptimizer calls the distributed `apply` of the optimizer inside of it (`follow_scalers`).
     inner = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
     _check(inner, passes, reduction)
-    reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
         groups = [vars(one) for one in (inner, *getattr(inner, "optimizers", ()))]
         check_momentum(compression, groups)
@@ -72,7 +71,6 @@ def distributed(
     inner.apply = DistributedApply(
         inner,
         reduce,
-        reducer,
         accumulator=_Accumulator(passes) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
@@ -87,8 +85,6 @@ class DistributedApply:
 
     optimizer: Any
     reduce: Reduce
-    reducer: Reducer | None
-    """None if the reduction is dense."""
     accumulator: _Accumulator | None
     passes_divisor: int
     local_divisor: int
@@ -101,11 +97,6 @@ class DistributedApply:
 
     def __post_init__(self) -> None:
         self._stock_apply = self.optimizer.apply
-
-    @property
-    def passes_under_way(self) -> int:
-        """Number of passes whose gradients are summed and not yet applied."""
-        return 0 if self.accumulator is None else int(self.accumulator.count.numpy())
 
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""

@@ -82,7 +82,11 @@ def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: boo
 def a_tape_whose_loss_is_scaled_keeps_residuals_without_the_scale() -> None:
     """Bit by bit training without a scale, as long as nothing overflows."""
     compressions = [SIDCo(0.02, warmup=None) for _ in range(2)]
-    models, plain, scaler = [small_model() for _ in range(2)], keras.optimizers.SGD(0.05), _scaled(keras.optimizers.SGD(0.05))
+    models, plain, scaler = (
+        [small_model() for _ in range(2)],
+        keras.optimizers.SGD(0.05),
+        _scaled(keras.optimizers.SGD(0.05)),
+    )
     scaler.build(models[0].trainable_variables)
     compressions[0].scale_with(scaler)
 
@@ -110,7 +114,9 @@ def a_tape_whose_loss_is_scaled_keeps_residuals_without_the_scale() -> None:
     assert_identical(models[0].weights)
     message = raised(RuntimeError, lambda: compressions[1].scale_with(scaler))
     assert "scale_with must be called before the first step" in message
-    assert "scaler must be a keras.optimizers.LossScaleOptimizer" in raised(TypeError, lambda: SIDCo(0.1).scale_with(plain))
+    assert "scaler must be a keras.optimizers.LossScaleOptimizer" in raised(
+        TypeError, lambda: SIDCo(0.1).scale_with(plain)
+    )
 
 
 @scenario(TF_2)

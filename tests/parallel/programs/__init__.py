@@ -1,0 +1,1 @@
+"""Programs as users write them, each of which must train as it does with dense averaging."""
