@@ -162,10 +162,9 @@ class Reducer(TensorReducer):
             return None
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def _target(self, parameter: Tensor) -> Tensor | None:
-        if not parameter.requires_grad:
-            return None
+    def _target(self, parameter: Tensor) -> Tensor:
         if parameter.grad is None or parameter.grad.is_sparse:
+            # As stock Horovod does. Optimizers leave out parameters without a gradient.
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
@@ -214,8 +213,7 @@ class Reducer(TensorReducer):
             reduced: Any = wait()
             if not pipeline.ops.all_finite(reduced._values()):
                 pipeline.fail([self._routes.names[parameter]])
-            if parameter.requires_grad:
-                parameter.grad = reduced
+            parameter.grad = reduced
 
     def _complete(self) -> None:
         stale = {
@@ -229,9 +227,8 @@ class Reducer(TensorReducer):
                 parameter.grad.copy_(gradient)
         for parameter in self._routes.sparse_as_dense:
             # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-            if parameter.requires_grad:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.to_sparse()
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_sparse()
         self._reduced = {one: TensorWeakRef(one.grad) for one in self._routes.names if one.grad is not None}
 
     def _is_stale(self, parameter: Tensor) -> bool:
