@@ -9,6 +9,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = "Not run here"
 """The line above a block begins with this, for the reader to see, where its code cannot be run by `quickstart` or the tests."""
+_LAUNCHED = re.compile(r"Run with (\d+) workers, by `(\w+)`:")
+"""The line above a block is this where its code is a script, which tests/parallel/test_saving.py runs."""
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"""(?:!?\[[^\]]*\]\(|<img src=")([^)\s"]+)""")
@@ -26,6 +28,8 @@ class Block(NamedTuple):
     text: str
     runs: bool
     """Whether its code is meant to be run where the pages are tested."""
+    launched: tuple[str, int] | None = None
+    """The launcher and the number of workers if it is a script that is run by itself."""
 
 
 def pages() -> list[Path]:
@@ -43,8 +47,10 @@ def blocks(page: Path, *languages: str) -> list[Block]:
             above = text[: match.start()].rstrip("\n").rpartition("\n")[2]
             line = text[: match.start(3)].count("\n") + 1
             code = "".join(row.removeprefix(indent) for row in code.splitlines(keepends=True))
-            runs = not above.lstrip().startswith(NOT_RUN)
-            found.append(Block(page.relative_to(ROOT).as_posix(), line, language, code, runs))
+            script = _LAUNCHED.fullmatch(above)
+            launched = None if script is None else (script[2], int(script[1]))
+            runs = script is None and not above.lstrip().startswith(NOT_RUN)
+            found.append(Block(page.relative_to(ROOT).as_posix(), line, language, code, runs, launched))
     return found
 
 

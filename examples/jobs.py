@@ -1,16 +1,16 @@
 """What the examples for real work share: options for data and checkpoints, where training begins and pauses, the closing table.
 
-Imports no framework: each example hands over its adapter, such as `horovod_sparse.torch`, as `hvd`.
+Imports no framework: each example hands over its adapter, such as `horovod_sparse.torch`, as `hvd`. It also says how a rank's
+file is written and read.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from closing import Row, closing_table
 from common import RunLog, make_parser
@@ -27,7 +27,7 @@ def make_job_parser(
     source.add_argument("--data", type=Path, help=data)
     source.add_argument("--synthetic", action="store_true", help="a small model and random data, to try it out")
     parser.add_argument(
-        "--checkpoint-dir", type=Path, metavar="FOLDER", help="save checkpoints here, and resume from the newest"
+        "--checkpoint-dir", type=Path, metavar="FOLDER", help="save checkpoints here, and resume from the last"
     )
     parser.add_argument(
         "--checkpoint-every",
@@ -67,15 +67,34 @@ def make_course(args: argparse.Namespace, epoch_steps: int) -> Course:
     return Course(epoch_steps, total, last, args.checkpoint_every)
 
 
-def resume(args: argparse.Namespace, hvd: ModuleType, objects: Mapping[str, Any]) -> int:
-    """Load the newest checkpoint into `objects`. Return the number of steps that are done: 0 if there is none."""
+def save(args: argparse.Namespace, hvd: ModuleType, step: int, write: Callable[[Path], object]) -> None:
+    """Let every rank write its file, and remember the step when all of them are complete."""
+    # The one before is there until this one is complete.
+    write(_file(args, hvd, step))
+    hvd.allgather_object(None)
+    if hvd.rank() == 0:
+        new = args.checkpoint_dir / "new"
+        new.write_text(str(step))
+        new.rename(args.checkpoint_dir / "last")
+
+
+def resume(args: argparse.Namespace, hvd: ModuleType, read: Callable[[Path], object]) -> int:
+    """Let every rank read its file of the last checkpoint. Return the number of steps that are done: 0 if there is none."""
     if args.checkpoint_dir is None:
         return 0
-    # In your own script: step = hvd.load_checkpoint("checkpoints", model=model, optimizer=optimizer).step.
-    step = hvd.load_checkpoint(args.checkpoint_dir, **objects).step
-    if step and hvd.rank() == 0:
+    last = args.checkpoint_dir / "last"
+    if not last.exists():
+        return 0
+    step = int(last.read_text())
+    read(_file(args, hvd, step))
+    if hvd.rank() == 0:
         print(f"resumed after step {step} from {args.checkpoint_dir}", flush=True)
     return step
+
+
+def _file(args: argparse.Namespace, hvd: ModuleType, step: int) -> Path:
+    args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    return args.checkpoint_dir / f"step-{step}-rank-{hvd.rank()}-of-{hvd.size()}"
 
 
 def start_log(args: argparse.Namespace, hvd: ModuleType, parameters: int) -> RunLog:
@@ -92,7 +111,7 @@ def print_closing_table(
     if hvd.rank() != 0:
         return
     if not log.last:
-        print("nothing was left to do: the newest checkpoint is that of the last step")
+        print("nothing was left to do: the last checkpoint is that of the last step")
         return
     found = log.last[held_out]
     row = Row(

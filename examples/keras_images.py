@@ -8,7 +8,9 @@ FOLDER has train/ and val/, which have a folder of images for every class. docs/
 
 from __future__ import annotations
 
+import pickle
 import time
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -40,6 +42,31 @@ class TellEpoch(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.epoch.assign(epoch)
+
+
+class Backup(keras.callbacks.BackupAndRestore):
+    """Rank 0 saves the model and its optimizer for all, and every rank its residuals; the dense exchanges have none."""
+
+    def __init__(self, folder: Path, compression: Any) -> None:
+        super().__init__(str(folder / "backup"), delete_checkpoint=False)
+        self.folder, self.compression = folder, compression
+
+    def own_file(self) -> Path:
+        return self.folder / f"residuals-{int(self.model.optimizer.iterations)}-{hvd.rank()}.pickle"
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if int(self.model.optimizer.iterations) and hasattr(self.compression, "stats"):
+            self.compression.load_state_dict(pickle.loads(self.own_file().read_bytes()))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if hasattr(self.compression, "stats"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.own_file().write_bytes(pickle.dumps(self.compression.state_dict()))
+        # Rank 0 begins when all files are complete.
+        allgather_object(None)
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)
 
 
 def main() -> None:
@@ -81,7 +108,7 @@ def main() -> None:
     ]
     if args.checkpoint_dir:
         # It saves when an epoch ends, and resumes by itself.
-        callbacks.append(hvd.callbacks.CheckpointCallback(args.checkpoint_dir))
+        callbacks.append(Backup(args.checkpoint_dir, compression))
     started = time.perf_counter()
     model.fit(
         train_batches(train, args, hvd, epoch),

@@ -8,9 +8,11 @@ FOLDER has train/ and val/, which have a folder of images for every class. docs/
 
 from __future__ import annotations
 
+import pickle
 import statistics
 import time
 from itertools import islice
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,9 +27,24 @@ from images import (
     steps_of_epoch,
     train_batches,
 )
-from jobs import make_course, make_job_parser, print_closing_table, resume, start_log
+from jobs import make_course, make_job_parser, print_closing_table, resume, save, start_log
 
 import horovod_sparse.tensorflow as hvd
+
+
+class State(tf.train.experimental.PythonState):
+    """The state of a compressor in a `tf.train.Checkpoint`; the dense exchanges have none."""
+
+    def __init__(self, compression: Any) -> None:
+        self.compression = compression
+
+    def serialize(self) -> bytes:
+        return pickle.dumps(self.compression.state_dict() if hasattr(self.compression, "stats") else None)
+
+    def deserialize(self, string_value: bytes) -> None:
+        state = pickle.loads(string_value)
+        if state is not None:
+            self.compression.load_state_dict(state)
 
 
 def main() -> None:
@@ -54,11 +71,8 @@ def main() -> None:
     # Loading and broadcasting need the optimizer's variables.
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0)
-    kept = {"model": model, "optimizer": optimizer}
-    if hasattr(compression, "stats"):
-        # A tape does not hold the compressor, so it is saved by its own name. The dense ones have no state.
-        kept["compression"] = compression
-    step = resume(args, hvd, kept)
+    kept = tf.train.Checkpoint(model=model, optimizer=optimizer, compression=State(compression))
+    step = resume(args, hvd, lambda path: kept.read(str(path)).assert_consumed())
 
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -87,7 +101,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - step_started)
             step += 1
             if args.checkpoint_dir and course.saves(step):
-                hvd.save_checkpoint(args.checkpoint_dir, step, **kept)
+                save(args, hvd, step, lambda path: kept.write(str(path)))
 
         # Every worker looks at its own part of the held-out images.
         correct = sum(count_correct(x, y) for x, y in held_out_batches(held_out, args, hvd))

@@ -15,25 +15,20 @@ import argparse
 import math
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from common import check_replicas, make_compression, measure_traffic, optimizer_momentum
-from jobs import Course, make_course, make_job_parser, print_closing_table, resume, start_log
+from jobs import Course, make_course, make_job_parser, print_closing_table, resume, save, start_log
 from torch import Tensor, nn
+from torch_states import read_states, write_states
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import horovod_sparse.torch as hvd
 
 HELD_OUT = 0.05
 BYTES = 256
-
-
-class Own:
-    """Lets `save_checkpoint` save a model or an optimizer for every worker: between two exchanges they differ."""
-
-    def __init__(self, one: Any) -> None:
-        self.state_dict, self.load_state_dict = one.state_dict, one.load_state_dict
 
 
 def load_model(args: argparse.Namespace) -> nn.Module:
@@ -78,18 +73,20 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[Any, Any
     """What is stepped, the compressor that counts bytes, and what a checkpoint holds."""
     # In your own script: compression = hvd.TopK(ratio=0.03).
     compression = make_compression(args, hvd)
+    # The dense exchanges have no state.
+    sparse = compression if hasattr(compression, "stats") else None
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     if not args.local_steps:
         sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
         chosen = sgd if args.optimizer == "sgd" else adamw
         optimizer = hvd.DistributedOptimizer(chosen, named_parameters=model.named_parameters(), compression=compression)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        return optimizer, compression, {"model": model, "optimizer": optimizer}
+        own = {} if sparse is None else {"compression": sparse}
+        return optimizer, compression, {"model": model, "optimizer": optimizer, **own}
     if args.compression == "fp16":
         raise SystemExit("--local-steps needs --compression none or a sparsifier, got fp16; --local-steps 0 takes it")
-    sparse = compression if hasattr(compression, "stats") else None
     local = hvd.LocalUpdates(adamw, model, sparse, every=args.local_steps)
-    return local, local.compression, {"model": Own(model), "optimizer": Own(adamw), "local": local}
+    return local, local.compression, {"model": model, "optimizer": adamw, "local": local}
 
 
 @torch.no_grad()
@@ -146,7 +143,7 @@ def main() -> None:
     # Dropout is each worker's own.
     torch.manual_seed(args.seed + hvd.rank())
     optimizer, compression, kept = make_optimizer(model, args)
-    step = resume(args, hvd, kept)
+    step = resume(args, hvd, partial(read_states, kept))
 
     numel = sum(parameter.numel() for parameter in model.parameters())
     log = start_log(args, hvd, numel)
@@ -173,7 +170,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - step_started)
             step += 1
             if args.checkpoint_dir and course.saves(step):
-                hvd.save_checkpoint(args.checkpoint_dir, step, **kept)
+                save(args, hvd, step, partial(write_states, kept))
 
         if args.local_steps and step % args.local_steps:
             # A pause between two exchanges. The checkpoint is from before this one.

@@ -13,16 +13,18 @@ import argparse
 import math
 import statistics
 import time
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import check_replicas, make_compression, measure_traffic, optimizer_momentum
-from jobs import make_course, make_job_parser, print_closing_table, resume, start_log
+from jobs import make_course, make_job_parser, print_closing_table, resume, save, start_log
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
+from torch_states import read_states, write_states
 from torchvision import datasets, models, transforms
 
 import horovod_sparse.torch as hvd
@@ -142,8 +144,9 @@ def main() -> None:
         weight_decay=args.weight_decay,
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    kept = {"model": model, "optimizer": optimizer}
-    step = resume(args, hvd, kept)
+    # The dense exchanges have no state.
+    kept = {"model": model, "optimizer": optimizer, **({"compression": compression} if sparse else {})}
+    step = resume(args, hvd, partial(read_states, kept))
 
     numel = sum(parameter.numel() for parameter in model.parameters())
     log = start_log(args, hvd, numel)
@@ -179,7 +182,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - step_started)
             step += 1
             if args.checkpoint_dir and course.saves(step):
-                hvd.save_checkpoint(args.checkpoint_dir, step, **kept)
+                save(args, hvd, step, partial(write_states, kept))
 
         accuracy = evaluate(model, held_out, args, device)
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()

@@ -9,8 +9,8 @@ import numpy as np
 from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.contrib.lengths import sampled
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
@@ -26,11 +26,10 @@ def make_pipeline(
     position: int = 0,
     dtype: str = "float32",
     averages: bool = True,
-    groups: Sequence[str] = (),
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
     where: dict[str, Any] = {"world": world, "position": position, "rank": position}
-    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, groups=groups, **where)
+    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
     pipeline.add_buckets(layouts_of(parameters, compressor), lambda name: like)
@@ -38,21 +37,18 @@ def make_pipeline(
 
 
 def make_pipelines(
-    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int | str, **settings: Any
+    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int, **settings: Any
 ) -> list[Pipeline]:
-    """Of so many workers, or of one on each of these hosts."""
-    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
-    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
-    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(world)]
+    """Of so many workers."""
+    where: dict[str, Any] = {"world": workers, **settings}
+    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(workers)]
 
 
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     """What every rank gets of one collective; the ranks must have asked for the same."""
     messages = [backend.numpy(request.message) for request in requests]
-    asked_for = [(one.kind, one.to is None, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
+    asked_for = [(one.kind, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
     assert len(set(asked_for)) == 1
-    for number, one in enumerate(requests):
-        assert one.of is None or one.of == [(other.to or ())[number] for other in requests]
     asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
     return [backend.array(result) for result in results_of(asked)]
 
@@ -65,34 +61,35 @@ def exchange(
     backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[AnyBucket], divisor: float = 1.0
 ) -> list[Reduced]:
     """All ranks' exchange of one bucket; every rank's result. The step is not ended: `Pipeline.end_step`."""
-    results: list[Reduced] = [{} for _ in pipelines]
-
-    def writer(result: Reduced) -> Any:
-        def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
-            parts = _parts(backend, reduced.sent)
-            if not parts:
-                result.update((slot.name, None) for slot in slots)
-                return
-            # What adapters do with it. A float64 gradient's sum is float64 if everything was sent.
-            dtype = backend.numpy(parts[0].values).dtype
-            targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
-            reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
-            for slot, target in zip(slots, targets, strict=True):
-                shared_by = reduced.divisor_at(slot.offset)
-                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in parts]
-                np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
-
-        return write
-
     following: list[Any] = [bucket.begin() for bucket in buckets]
     while following[0] is not None:
         answers = collective(backend, following)
-        following = [
-            pipeline.advance(bucket, answer, divisor, writer(result))
-            for pipeline, bucket, answer, result in zip(pipelines, buckets, answers, results, strict=True)
-        ]
+        three = zip(pipelines, buckets, answers, strict=True)
+        following = [pipeline.advance(bucket, answer) for pipeline, bucket, answer in three]
         assert len({one is None for one in following}) == 1
-    return results
+    return [reduced_of(backend, bucket.layout.slots, bucket.reduced(divisor)) for bucket in buckets]
+
+
+def reduced_of(backend: Backend, slots: Sequence[Slot], reduced: protocols.Reduced) -> Reduced:
+    """What is written of a bucket."""
+    parts = _parts(backend, reduced.sent)
+    if not parts:
+        return {slot.name: None for slot in slots}
+    # What adapters do with it. A float64 gradient's sum is float64 if everything was sent.
+    dtype = backend.numpy(parts[0].values).dtype
+    targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
+    reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
+    result: Reduced = {}
+    for slot, target in zip(slots, targets, strict=True):
+        shared_by = reduced.divisor_at(slot.offset)
+        shares = result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in parts]
+        np.testing.assert_array_equal(backend.numpy(target), dense_sum(shares, slot.numel))
+    return result
+
+
+def end_step(pipeline: Pipeline) -> None:
+    """End a step whose results `exchange` has returned."""
+    pipeline.end_step(lambda slots, reduced: None)
 
 
 def exchange_all(backend: Backend, pipelines: Sequence[Pipeline], divisor: float = 1.0) -> list[Reduced]:
@@ -116,7 +113,7 @@ def take_step(
             pipeline.arrive(name, None if gradient is None else backend.array(gradient), rate)
     results = exchange_all(backend, pipelines)
     for pipeline in pipelines:
-        pipeline.end_step()
+        end_step(pipeline)
     return results
 
 
@@ -152,7 +149,7 @@ def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:
     assert bucket is not None
     before = backend.numpy(bucket.buffer).copy()
     parts = exchange(backend, [pipeline], [bucket])[0]["p"]
-    pipeline.end_step()
+    end_step(pipeline)
     assert parts is not None and len(parts) == 1
     return Sent(before, *parts[0])
 

@@ -142,7 +142,7 @@ def test_a_job_that_is_resumed_ends_with_the_same_parameters(
     assert resumed[-1]["step"] == end
     assert all(line[held_out] >= 0.0 for line in resumed)
     assert both[-1]["parameter_hash"] == whole[-1]["parameter_hash"] != first[-1]["parameter_hash"]
-    assert {name.name for name in (tmp_path / "checkpoints").iterdir()} >= {f"step-{end:09d}"}
+    assert any(f"-{end}-" in file.name for file in (tmp_path / "checkpoints").iterdir())
     settings = both[len(first)]
     assert (settings["ratio"], settings["workers"]) == (0.01, 2)
 

@@ -8,16 +8,15 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
 from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
-    check_choice,
     check_exchange,
     check_flag,
     check_granularity,
@@ -28,7 +27,7 @@ from horovod_sparse.compressors.checks import (
     plain,
     shown,
 )
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, MomentumSetting, check_momentum
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, check_momentum
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.pairs import Pairs
@@ -37,8 +36,6 @@ from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Select
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-NotFinite = Literal["raise", "propagate"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
@@ -69,36 +66,22 @@ class Compressor(ABC):
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). While the messages
             would have more bytes than a dense allreduce of float32, everything is sent, by allreduce. None takes `ratio` from
-            the first step on. "auto" is 2.0 for a number as ratio, and None for a schedule and for Threshold.
-        residual: whether what is not sent is kept and added to the next gradient (error feedback), or its type, "float32" or
-            "float64". True takes float64 for float64 gradients, float32 for all others.
+            the first step on. "auto" is 8.0 for a number as ratio, and None for a schedule and for Threshold.
+        residual: whether what is not sent is kept and added to the next gradient (error feedback). Residuals of float64
+            gradients are float64, all others float32.
         lr_in_residual: whether the residual is kept in units of the update (https://arxiv.org/abs/1809.07599): what is added
             and sent is eta times the gradient, and the reduced gradient is what was sent, divided by eta; zero if eta is 0.
-            Rates must be 0, or > 0 as float32 too. "auto" is True where `momentum` is taken from an optimizer.
-        momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none.
-            "auto" takes that of PyTorch's and Keras' SGD: each worker applies it to its own gradients, and the optimizer steps
-            without. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
-            where it is. Parameters that are reduced dense get the same momentum after the reduction. Embeddings with sparse
-            gradients are refused, and with "auto" leave the momentum in the optimizer.
+            Rates must be 0, or > 0 as float32 too. The rate is the optimizer's where the adapter is given one.
+        momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none. None
+            leaves momentum where it is. Parameters that are reduced dense get the same momentum after the reduction.
+            Embeddings with sparse gradients are refused.
         clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
             of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
             else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
             with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit waits.
-        exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
-            `SharedIndices`, or an `Exchange` of one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
-        not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
-            raises FloatingPointError when the step is reduced. "propagate": the bucket's reduced gradient becomes NaN on every
-            rank. Either way the residuals stay finite, and what the step had sent returns to them.
-        updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
-            in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
-            the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
-            `not_finite="raise"`, and neither `lr_in_residual` nor `clip`.
-        detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
-            until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e. Where updates
-            are exchanged, eta is 1/s (`core.lengths.Lengths`). Needs the memory of a second copy of the parameters, and
-            PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
-            with `not_finite="raise"`. It ends if reduced gradients are changed. Refused with `Balanced` and `Hierarchical`.
+        exchange: how the selections of all workers become one gradient: `Pairs`, `Union`, `SharedIndices`, or an `Exchange` of
+            one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
     """
 
     ratio: float | Schedule = field(kw_only=False)
@@ -106,28 +89,21 @@ class Compressor(ABC):
     min_numel: int = MIN_NUMEL
     exclude: Sequence[str] = ()
     warmup: float | Literal["auto"] | None = "auto"
-    residual: bool | Literal["float32", "float64"] = True
-    lr_in_residual: bool | Literal["auto"] = "auto"
-    momentum: MomentumSetting = "auto"
+    residual: bool = True
+    lr_in_residual: bool = False
+    momentum: float | MomentumCorrection | None = None
     clip: float | Clip | None = None
     # None stands for what the algorithm takes by default, and is never there afterwards.
     slack: float = None  # type: ignore[assignment]
     exchange: Exchange = None  # type: ignore[assignment]
-    not_finite: NotFinite = "raise"
-    updates: bool | Literal["auto"] = "auto"
-    detached: float | Literal["auto"] = "auto"
 
     default_slack: ClassVar[float] = 1.0
     needs_sums: ClassVar[bool] = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
-    default_warmup: ClassVar[float | None] = 2.0
+    default_warmup: ClassVar[float | None] = 8.0
     """c of `warmup="auto"`."""
-    default_momentum: ClassVar[MomentumCorrection | None] = None
-    """What `momentum="auto"` is where no optimizer's momentum is moved."""
-    masks: ClassVar[bool] = False
-    """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     default_exchange: ClassVar[Exchange] = Pairs()
-    chooses: ClassVar[Collection[Choice]] = ("own", "spread")
+    chooses: ClassVar[tuple[Choice, ...]] = ("own",)
     """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
     __signature__ = _Signature()
 
@@ -154,7 +130,7 @@ class Compressor(ABC):
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
-            self.momentum = MomentumCorrection(self.momentum, masking=self.masks) if self.momentum else None
+            self.momentum = MomentumCorrection(self.momentum) if self.momentum else None
         self._check_together()
         self.ratio = self.ratio if isinstance(self.ratio, Schedule) else float(self.ratio)
         self.slack = float(self.slack)
@@ -175,7 +151,7 @@ class Compressor(ABC):
                 f"warmup must be None or 'auto' with ratio={self.ratio!r}, which changes by itself, got {self.warmup!r}; "
                 "put it into the schedule, or give a number as ratio"
             )
-        if self.momentum not in ("auto", None) and not self.residual:
+        if self.momentum is not None and not self.residual:
             raise ValueError(
                 f"residual must be True with momentum={self.momentum!r}, got False: velocities are kept in it"
             )
@@ -183,11 +159,6 @@ class Compressor(ABC):
             raise ValueError(
                 f"exchange must be one that {type(self).__name__} can use, such as {self.default_exchange!r}, got "
                 f"{self.exchange!r}; leave exchange out, or use another compressor"
-            )
-        if self.detached not in ("auto", 0) and not self._keeps_own:
-            raise ValueError(
-                f"detached must be 'auto' or 0 with residual={self.residual} and exchange={self.exchange!r}, got "
-                f"{self.detached!r}: residuals must hold what this worker has not sent, and nothing else"
             )
 
     @cached_property
@@ -213,41 +184,7 @@ class Compressor(ABC):
     @property
     def momentum_correction(self) -> MomentumCorrection | None:
         """The momentum before the selection; None if there is none."""
-        if isinstance(self.momentum, MomentumCorrection):
-            return self.momentum
-        automatic = self.momentum == "auto" and self.residual
-        return getattr(self, "_moved", self.default_momentum) if automatic else None
-
-    @property
-    def takes_momentum(self) -> bool:
-        """Whether the momentum is an optimizer's, which steps without it."""
-        return getattr(self, "_moved", None) is not None
-
-    @property
-    def in_updates(self) -> bool:
-        """Whether the residual is in units of the update."""
-        return self.takes_momentum if self.lr_in_residual == "auto" else self.lr_in_residual
-
-    @property
-    def _keeps_own(self) -> bool:
-        """Whether a worker's residual holds what it has not sent, and nothing else."""
-        return bool(self.residual) and not self.exchange.owns_parts
-
-    @property
-    def detached_coefficient(self) -> float:
-        """c of detached error feedback, where the adapter can have it."""
-        automatic = 0.5 if self.waits_alone else 0.0
-        return automatic if self.detached == "auto" else self.detached
-
-    @property
-    def waits_alone(self) -> bool:
-        """Whether something waits in a worker's residual, all of it its own, and in a unit that is known."""
-        # With "propagate" the loss may be scaled by hand, and the residuals with it.
-        return self._keeps_own and self.not_finite == "raise" and self.ratio != 1.0
-
-    def move_momentum(self, momentum: float, nesterov: bool) -> None:
-        """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""
-        self._moved = MomentumCorrection(momentum, nesterov, self.masks) if momentum else None
+        return self.momentum if isinstance(self.momentum, MomentumCorrection) else None
 
     def hints(self, state: BucketState, room: int) -> Hints:
         """Return what the next selection is expected to ask. Up to `room` entries above a cut can be noted."""
@@ -307,8 +244,7 @@ class Compressor(ABC):
 
     def residual_dtype_of(self, gradient: Array) -> str:
         """Return the residual's type for gradients like this one."""
-        automatic = "float64" if "float64" in str(gradient.dtype) else "float32"
-        return self.residual if isinstance(self.residual, str) else automatic
+        return "float64" if "float64" in str(gradient.dtype) else "float32"
 
     def leaves_dense(self, name: str, numel: int) -> bool:
         """Return whether a parameter is reduced dense."""
@@ -331,12 +267,9 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
     "warmup": number("a finite number > 0, 'auto' or None", lambda c: 0.0 < c < math.inf, "auto", None),
-    "residual": partial(check_flag, others=("float32", "float64")),
-    "lr_in_residual": partial(check_flag, others=("auto",)),
+    "residual": check_flag,
+    "lr_in_residual": check_flag,
     "momentum": check_momentum,
     "slack": number("a finite multiple of k, >= 1", lambda slack: 1.0 <= slack < math.inf),
     "exchange": check_exchange,
-    "not_finite": partial(check_choice, choices=get_args(NotFinite)),
-    "updates": partial(check_choice, choices=(True, False, "auto")),
-    "detached": number("in [0, 1], or 'auto'", lambda c: 0.0 <= c <= 1.0, "auto"),
 }

@@ -84,11 +84,9 @@ def check_patterns(name: str, value: Collection[object]) -> None:
         raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
 
 
-def check_flag(name: str, value: object, others: Collection[str] = ()) -> None:
-    """Raise unless `value` is True, False or one of `others`."""
-    if others and isinstance(value, str):
-        check_choice(name, value, (True, False, *others))
-    elif not isinstance(plain(value), bool):
+def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(plain(value), bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -18,13 +17,13 @@ _MOST_ADAPTATIONS = 10
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DGC(Compressor):
-    """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k of the accumulated velocity.
+    """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k, with `momentum` of the accumulated velocity.
 
     `U = m U + G; V = V + U`. The threshold eta is the (ratio n)-th largest of n sampled magnitudes of V. Entries that
     exceed eta are sent and become zero in V and U (momentum factor masking). If more than 1.3 k entries exceed eta, the
     exact top-k of them is sent. If fewer than 0.8 k do, eta is lowered by the factor 0.8, at most 10 times.
 
-    m is the optimizer's momentum where that can be moved (`Compressor.momentum`), and else 0.9. With `momentum=0` this is
+    The paper's whole method is `DGC(0.001, momentum=0.9)`, and an optimizer without momentum. Without `momentum` this is
     sampled top-k with error feedback.
 
     Args:
@@ -34,8 +33,6 @@ class DGC(Compressor):
     """
 
     default_slack = _TOO_MANY
-    default_momentum = MomentumCorrection(0.9)
-    masks = True
 
     sample_ratio: float = 0.01
     seed: int = 0

@@ -45,15 +45,10 @@ class MomentumCorrection:
         return shown("MomentumCorrection", vars(self), {"nesterov": False, "masking": True})
 
 
-MomentumSetting = float | MomentumCorrection | Literal["auto"] | None
-
-
 def check_momentum(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a momentum, "auto" or None."""
-    if isinstance(value, str):
-        check_choice(name, value, ("auto", None))
-    elif value is not None and not isinstance(value, MomentumCorrection):
-        check_number(name, value, "in [0, 1), a MomentumCorrection, 'auto' or None", lambda m: 0.0 <= m < 1.0)
+    """Raise ValueError unless `value` is a momentum or None."""
+    if value is not None and not isinstance(value, MomentumCorrection):
+        check_number(name, value, "in [0, 1), a MomentumCorrection or None", lambda m: 0.0 <= m < 1.0)
 
 
 @dataclass(frozen=True)

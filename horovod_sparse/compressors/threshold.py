@@ -62,7 +62,7 @@ class Threshold(Compressor):
         super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> ThresholdState:
-        return ThresholdState(place, rate=0.0 if self.in_updates else 1.0)
+        return ThresholdState(place, rate=0.0 if self.lr_in_residual else 1.0)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, ThresholdState)

@@ -35,16 +35,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.compressors.checks import check_fraction, check_integer, check_number, plain
-from horovod_sparse.core.agreement import Description, check_moves, compare, divides, refuse_detached
+from horovod_sparse.contrib.lengths import Lengths
+from horovod_sparse.contrib.torch_keep import Detached, Waiting
+from horovod_sparse.contrib.torch_movement import Movement, Sample
+from horovod_sparse.core.agreement import Description, compare, divides
 from horovod_sparse.core.binding import check_kind
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import Pipeline, Wait
+from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.group_reducer import GroupReducer
-from horovod_sparse.torch.movement import Movement
-from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, sums, wide
+from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded, local_part, sums, wide
+from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _made = itertools.count()
@@ -91,7 +96,7 @@ class LocalUpdates:
     """Steps of any optimizer on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        local = LocalUpdates(optimizer, model, TopK(0.03, exchange=Pairs("packed")), every=5)
+        local = LocalUpdates(optimizer, model, SIDCo(0.01))
         for batch in batches:
             optimizer.zero_grad()
             loss(model, batch).backward()
@@ -111,9 +116,8 @@ class LocalUpdates:
             the mean over the workers takes from its length (`Lengths`), if the optimizer divides by the size of the gradient.
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
         keep: c, the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
-            training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
-            without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
-            workers have sent (`Balanced`, `Hierarchical`), nothing moves.
+            training until the next step. Steps, exchanges and evaluations see the parameters without. It takes the memory of
+            one more copy of the parameters; 0 does not.
         overlap: number of local steps that go on while an exchange travels, in [0, every]. Only then is it waited for. It takes
             the memory of three more copies of the parameters, and an exchange of one collective, such as `Pairs`. States are
             saved and loaded when nothing travels: after these steps, or after `synchronize`.
@@ -136,7 +140,7 @@ class LocalUpdates:
         model: nn.Module,
         compression: TorchCompressor | None = None,
         *,
-        every: int = 5,
+        every: int = 1,
         residual_decay: float = 1.0,
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float = 0.0,
@@ -151,8 +155,7 @@ class LocalUpdates:
         self.compression = NoOp() if compression is None else compression
         check_kind(self.compression, TorchCompressor, "horovod_sparse.torch", stock=False)
         self.compression.check_free()
-        check_moves(self.compression, "with local updates")
-        refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
+        _check_settings(self.compression)
         if overlap and len(self.compression.exchange.rounds(1, 1, 1, 2)) > 1:
             raise ValueError(
                 f"overlap must be 0 with {self.compression.exchange}, got {overlap}: its second collective needs the result of "
@@ -169,7 +172,11 @@ class LocalUpdates:
         )
         self._reducer.shards = shards
         self._reducer.lengths.grow = outer_lr == "auto" and divides(optimizer.param_groups)
-        self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
+        self._keeping: Detached | None = None
+        if keep and self._reducer.active and self.compression.residual and self.compression.ratio != 1.0:
+            moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._keeping = Detached(keep, moved, partial(self._waiting, names))
+            optimizer.register_step_pre_hook(self._restore_moved)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._travelling: list[tuple[Tensor, Tensor]] = []
         """Of every parameter, how far it has moved before the exchange that travels, and what of that is sent."""
@@ -179,8 +186,6 @@ class LocalUpdates:
         """The same on all workers; None before the first exchange."""
         self._unchecked = True
         """Whether the shared parameters are still to be compared with those of the other workers."""
-        # An exchange that fails must leave no trace, because the drift is still there.
-        self._reducer.undoes = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -202,7 +207,7 @@ class LocalUpdates:
         def closed() -> Any:
             loss = None if closure is None else closure()
             # The optimizer is to step from where the parameters were.
-            self._reducer.restore_moved()
+            self._restore_moved()
             return loss
 
         loss = self.optimizer.step() if closure is None else self.optimizer.step(closed)
@@ -212,10 +217,13 @@ class LocalUpdates:
     def count_step(self) -> None:
         """Count a step that the optimizer has made, or a `GradScaler` has left out. Exchange after every `every`-th."""
         self._steps += 1
-        begin = (self._depart if self.outer.overlap else self.synchronize) if self._steps >= self.outer.every else None
-        # Not in this step only: an interrupt may have left it out.
         if self._steps >= self.outer.overlap:
-            self._arrive(begin)
+            self._arrive()
+        if self._steps >= self.outer.every:
+            if self.outer.overlap:
+                self._depart()
+            else:
+                self.synchronize()
 
     @uncompiled
     @torch.no_grad()
@@ -226,26 +234,21 @@ class LocalUpdates:
             FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
                 the parameters of the last exchange again, and training can go on.
             ValueError: on every worker, if they differ in settings or in the parameters with which they begin.
-            RuntimeError: with Horovod: on all workers that still wait for messages of one where the exchange has raised, for
-                instance because of an interrupt. Nothing has changed there, and training can go on. If the others have
-                finished this exchange, all raise in the next one, and must load a checkpoint.
         """
         # Not later: also if this exchange fails, all workers count from here.
         self._steps = 0
-        self._arrive(self._exchange)
-
-    def _exchange(self) -> None:
-        self._reducer.start_all(self._drifts)
+        self._finish()
+        self._reducer.start_all(self._drifts())
         self._finish()
 
     @uncompiled
     @torch.no_grad()
     def _depart(self) -> None:
         """Start an exchange, and go on without the others' part of it."""
-        # After an interrupt it is late, and the next is not.
-        self._steps -= self.outer.every
+        self._steps = 0
         growth, rate = self._reducer.lengths.factor(self._transport.world), self.outer.outer_lr
-        moved = self._reducer.start_all(self._drifts)
+        moved = self._drifts()
+        self._reducer.start_all(moved)
         sent, part = self._reducer.sent(moved), 1.0 if rate == "auto" else rate
         travelling = [(one / growth, sent[parameter] * (part / growth)) for parameter, one in moved.items()]
         self._movement.restore()
@@ -255,44 +258,53 @@ class LocalUpdates:
 
     @uncompiled
     @torch.no_grad()
-    def _arrive(self, then: Callable[[], None] | None) -> None:
-        """Do as `_finish`, and `then` begin another exchange. If only some workers raise, the others begin it."""
-        try:
-            self._finish()
-        except FloatingPointError:
-            raise
-        except BaseException:
-            if then is not None and not self._reducer.in_flight:
-                then()
-            raise
-        if then is not None:
-            then()
+    def _arrive(self) -> None:
+        """Do as `_finish`."""
+        self._finish()
 
     def _finish(self) -> None:
         """Wait for the exchange that travels, if there is one. The mean replaces this worker's own part."""
         if not self._reducer.in_flight:
             return
-        self._reducer.restore_moved()
+        self._restore_moved()
         follow(self._parts)
         travelling, self._travelling = self._travelling, []
-        try:
-            means = self._reducer.finish_all()
-        except FloatingPointError:
+        means = self._reducer.finish_all()
+        if self._reducer.failed:
             self._movement.restore()
-            raise
-        except BaseException:
-            # It is as if there had been no exchange.
-            if travelling:
-                self._movement.go_on([moved - own for moved, own in travelling])
-            raise
+            raise FloatingPointError(
+                f"rank {self._transport.rank}: the movement of a parameter holds NaN or infinity on some worker. All workers "
+                "have the parameters of the last exchange again, and may go on; lower the learning rate"
+            )
         self._move_shared(means)
         if travelling:
             self._movement.go_on([mean - own for mean, (_, own) in zip(means.values(), travelling, strict=True)])
         else:
-            # No step was made meanwhile; or an interrupt came after the start, so that this worker's own part is not known.
+            # No step was made meanwhile.
             self._movement.restore()
-        # Last: after an interrupt the workers compare.
         self._unchecked = False
+
+    def _restore_moved(self, *_: object) -> None:
+        """Give the parameters back what they were before a forward pass."""
+        if self._keeping is not None:
+            self._keeping.restore()
+
+    def _waiting(self, names: Mapping[Tensor, str]) -> list[Waiting]:
+        """Return what waits between two exchanges: in the pipeline, or in a state that was loaded before the first one."""
+        pipeline, state = self._reducer.pipeline, self._reducer.deferred or empty_state()
+        residuals = state["residuals"]
+        if pipeline is not None:
+            nothing = all(bucket.is_dense for bucket in pipeline.buckets)
+            residuals = {} if nothing else pipeline.residuals.views
+        found, unit = [], 1.0 / self._reducer.lengths.factor(self._transport.world)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                residual = residuals.get(names.get(parameter, "")) if parameter.requires_grad else None
+                # If the shape differs, the step raises.
+                if residual is not None and residual.shape == local_part(parameter).shape:
+                    # A state that was loaded may be in the host's memory.
+                    found.append((parameter, residual.to(parameter.device), unit))
+        return found
 
     def _move_shared(self, means: dict[Tensor, Tensor]) -> None:
         """Move the shared parameters by the means of what all workers have sent, which become their steps."""
@@ -303,9 +315,9 @@ class LocalUpdates:
             self._reducer.pipeline.decay(self.outer.residual_decay)
 
     def _drifts(self) -> dict[Tensor, Tensor]:
-        """Return how far the parameters have moved, and ask the other workers whether they agree."""
+        """Return how far the parameters have moved, and by how much that must grow, if the other workers agree."""
         problem = None
-        self._reducer.restore_moved()
+        self._restore_moved()
         follow(self._parts)
         try:
             _names(self.optimizer, self._model, self._names)
@@ -316,7 +328,6 @@ class LocalUpdates:
         if self._number is None:
             # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
-        pipeline = self._reducer.pipeline
         drifts = [torch.empty_like(one) for one in self._movement.copies]
         self._movement.write(drifts)
         for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
@@ -331,30 +342,16 @@ class LocalUpdates:
             "problem": str(problem),
             "step": str(self._reducer.exchanges),
         }
-        # First in any case: a worker that has loaded a state waits for this before it starts anything else.
-        was_checked = pipeline is not None and not self._unchecked
-        wait = self._transport.ask([mine, _agreed, pipeline is not None])
-        check = partial(self._agree, mine, wait, problem, was_checked)
+        self._agree(mine, problem)
         # If this worker alone fails from here on, the others' shared parameters will be others.
         self._unchecked = True
-        if was_checked and self._transport.recovers:
-            self._reducer.check_later(check)
-        else:
-            check()
         return self._reducer.grown(moved)
 
-    def _agree(
-        self, mine: Description, wait: Callable[[], list[Any]], problem: ValueError | None, was_checked: bool
-    ) -> None:
+    def _agree(self, mine: Description, problem: ValueError | None) -> None:
         global _agreed, _newest
+        everyone = self._transport.everyone([mine, _agreed])
         try:
-            everyone = wait()
-        except RuntimeError:
-            # No worker can end this exchange, so the shared parameters stay the same.
-            self._unchecked = not was_checked
-            raise
-        try:
-            compare(mine, [theirs for theirs, *_ in everyone], self._transport.rank)
+            compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
         except ValueError as error:
             problem = problem or error
         for shards in self._reducer.shards:
@@ -362,16 +359,15 @@ class LocalUpdates:
             problem = problem or (ValueError(f"in another shard: {told}") if told else None)
         if problem is not None:
             raise problem
-        # A worker may have failed while it made its buckets.
-        self._reducer.agrees = self._reducer.pipeline is not None and not all(agreed for *_, agreed in everyone)
         if self._number is None:
-            self._number = max(number for _, number, _ in everyone)
+            self._number = max(number for _, number in everyone)
             _agreed, _newest = self._number + 1, max(_newest, self._made)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""
         parts = {"shared": self._shared, "momentum": self._momentum}
-        return {"steps": self._steps, **copy.deepcopy(parts), "compression": self._reducer.state_dict()}
+        compression, lengths = self._reducer.state_dict(), self._reducer.lengths.state()
+        return {"steps": self._steps, "lengths": lengths, **copy.deepcopy(parts), "compression": compression}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the same parameters and settings.
@@ -383,6 +379,7 @@ class LocalUpdates:
         """
         check_parts(state, {"shared": self._shared, "momentum": self._momentum})
         self.compression.load_state_dict(state["compression"])
+        self._reducer.lengths.load(state["lengths"])
         self._unchecked = True
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, array in mine.items():
@@ -391,8 +388,17 @@ class LocalUpdates:
 
 
 class _Reducer(GroupReducer):
-    _in_parameters = True
-    compared = True
+    def __init__(self, compressor: TorchCompressor, transport: Group, names: Mapping[Tensor, str]) -> None:
+        super().__init__(compressor, transport, names)
+        self.lengths = Lengths()
+        """What tells by how much movements must grow."""
+        self._sample = Sample()
+        self._measured: Wait | None = None
+        """Waits for the sums of all workers' samples, from which `lengths` learns."""
+        self.in_flight = False
+        """Whether an exchange travels while steps go on. The residuals lack what it has taken."""
+        self.failed = False
+        """Whether the last exchange has failed, because a movement was not finite on some worker."""
 
     @property
     def exchanges(self) -> int:
@@ -401,9 +407,38 @@ class _Reducer(GroupReducer):
             return max((bucket.state.step for bucket in self.pipeline.buckets), default=0)
         return max((one["step"] for one in (self.deferred or {"adaptive": {}})["adaptive"].values()), default=0)
 
-    def check_later(self, check: Callable[[], None]) -> None:
-        """Call this before the results of the exchange that begins are used."""
-        self._step.check = check
+    def grown(self, movements: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the movements, which have grown by what their mean over the workers loses (`Lengths`)."""
+        if self.lengths.grow and movements:
+            sample = self._sample.of(movements)
+            self._measured = self._transport.start(Collective("allreduce", sample), ".sample")
+            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._transport.world))
+        return movements
+
+    def start_all(self, movements: dict[Tensor, Tensor]) -> None:
+        """Start to replace movements by their means over the workers. They are as they were until `finish_all`."""
+        self._step.gradients.update(movements)
+        if self.active:
+            self._take_all()
+        self.in_flight = True
+
+    def finish_all(self) -> dict[Tensor, Tensor]:
+        """Wait for what was started, and return the means, in the memory of the movements."""
+        movements = self._step.gradients
+        try:
+            if self.active:
+                self._complete()
+        finally:
+            self._step, self.in_flight = Step(), False
+        return movements
+
+    def _fail_together(self, pipeline: Pipeline) -> None:
+        super()._fail_together(pipeline)
+        measured, self._measured, self.failed = self._measured, None, pipeline.fails
+        if measured is not None:
+            means = measured() / self._transport.world
+            if not self.failed:
+                self.lengths.note(means.tolist())
 
     def sent(self, moved: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return what this worker sends of what has `moved`, and of its residuals, in the exchange that has started."""
@@ -450,6 +485,17 @@ def _check_arguments(optimizer: object, model: object) -> None:
             "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
             "gradients; leave DistributedDataParallel out"
         )
+
+
+def _check_settings(c: TorchCompressor) -> None:
+    """Raise ValueError if a compressor does what has no meaning for movements of parameters."""
+    for name, value, needed, why in (
+        ("momentum", c.momentum_correction, None, "momentum is the optimizer's, or outer_momentum of LocalUpdates"),
+        ("clip", c.clip, None, "what it clips off a movement is lost; clip gradients before the optimizer steps"),
+        ("lr_in_residual", c.lr_in_residual, False, "residuals are in units of the parameters already"),
+    ):
+        if value != needed:
+            raise ValueError(f"compression must have {name}={needed!r} with local updates, got {value!r}: {why}")
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module, known: Sequence[str] | None = None) -> dict[Tensor, str]:
@@ -503,7 +549,7 @@ def transport_of(group: Any, device: torch.device) -> Group:
 
 def check_parts(state: Mapping[str, Any], mine: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raise ValueError if a state is none of local updates, or if the arrays in a part have other shapes than `mine`."""
-    absent = [part for part in ("steps", "compression", *mine) if part not in state]
+    absent = [part for part in ("steps", "lengths", "compression", *mine) if part not in state]
     if absent:
         raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
     for part, arrays in mine.items():

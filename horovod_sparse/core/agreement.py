@@ -37,25 +37,20 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
             )
 
 
-def agree_on_states(check: Callable[[], None], transport: Transport) -> None:
-    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks."""
+def agree_on_states(check: Callable[[], None], step: int, transport: Transport) -> None:
+    """Raise ValueError on every rank if `check` raises it for the state that some rank has loaded, or if steps differ. Blocks.
+
+    `step` is the number of the step that comes next: ranks in different steps would send messages of different sizes.
+    """
     problem = ""
     try:
         check()
     except ValueError as error:
         problem = str(error)
-    compare({"problem": problem}, transport.everyone({"problem": problem}), transport.rank)
+    mine = {"problem": problem, "step": str(step)}
+    compare(mine, transport.everyone(mine), transport.rank)
     if problem:
         raise ValueError(f"rank {transport.rank}: the state that was loaded does not fit: {problem}")
-
-
-def check_steps(steps: Sequence[int], rank: int) -> None:
-    """Raise RuntimeError on every rank if their steps differ: a ratio that changes makes messages of other sizes."""
-    if len(set(steps)) > 1:
-        raise RuntimeError(
-            f"rank {rank}: the ranks are in different steps of a ratio that changes, {[*steps]}; load the state on every rank "
-            "or on none"
-        )
 
 
 def op_name(op: object, average: object, total: object) -> str:
@@ -125,84 +120,14 @@ def divides(groups: Iterable[Mapping[str, object]]) -> bool:
     return any(DIVIDING.intersection(group) for group in groups)
 
 
-def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]) -> None:
-    """Refuse momentum twice, and warn of an optimizer of class `name` that divides by the size of the gradient."""
-    if c.momentum != "auto":
-        check_momentum(c, groups)
-    elif c.residual:
-        check_dampening(groups)
-    correction = c.momentum_correction
-    if (c.ratio == 1.0 and correction is None) or not divides(groups):
-        return
-    twice = "" if correction is None else f" It also averages gradients that {correction!r} has averaged before."
-    warnings.warn(
-        f"horovod_sparse: sparse gradients train worse with {name} than with SGD: {name} divides by the size of the gradient, "
-        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or updates='auto', which "
-        "exchanges the updates of the optimizer in place of gradients",
-        stacklevel=1,
+def advice(name: str, groups: Iterable[Mapping[str, object]]) -> str:
+    """Return what to write in place of a sparse exchange of gradients for an optimizer of class `name`; "" if nothing."""
+    if not divides(groups):
+        return ""
+    return (
+        f"{name} divides by the size of the gradient, so with sparse gradients it ends 1 to 5 % above the loss of dense "
+        "training, more with more workers; LocalUpdates(optimizer, model, compression) ends within 1 %"
     )
-
-
-def warn_unseen(c: Compressor, name: str, groups: Sequence[Mapping[str, object]], instead: str) -> None:
-    """Warn of an optimizer as in `check_optimizer` that the compressor does not see, if this trains worse than `instead`."""
-    by_updates = c.updates == "auto" and divides(groups)
-    has_momentum = c.momentum == "auto" and c.residual and any(group.get("momentum") for group in groups)
-    if c.ratio == 1.0 or not (by_updates or has_momentum):
-        return
-    updates, momentum = "its updates are not exchanged in place of gradients", "its momentum moves after the selection"
-    warnings.warn(
-        f"horovod_sparse: {type(c).__name__} reduces gradients of {name}, but does not see this optimizer: "
-        f"{updates if by_updates else momentum}, which trains worse; {instead}",
-        stacklevel=1,
-    )
-
-
-def check_dampening(groups: Iterable[Mapping[str, object]]) -> None:
-    """Raise ValueError if momentum cannot move, because PyTorch's SGD has dampening."""
-    for group in groups:
-        if group.get("momentum") and group.get("dampening"):
-            raise ValueError(
-                f"dampening must be 0 with momentum='auto', got {group['dampening']}; make the compressor with momentum=None, "
-                "which leaves the momentum in the optimizer"
-            )
-
-
-def exchanges_updates(c: Compressor, groups: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether updates are exchanged in place of gradients, for an optimizer with these settings (`check_moves`)."""
-    updates = (divides(groups) and c.ratio != 1.0) if c.updates == "auto" else c.updates
-    if updates:
-        check_moves(c, "where updates are exchanged, as for Adam (updates=False exchanges gradients)")
-    return updates
-
-
-def refuse_updates(c: Compressor, framework: str) -> None:
-    """Raise ValueError if a compressor is to exchange updates where that cannot be done."""
-    if c.updates is True:
-        raise ValueError(
-            f"updates must be 'auto' or False with {framework}, got True; use an optimizer of PyTorch or Keras 3"
-        )
-
-
-def refuse_detached(
-    c: Compressor, framework: str, remedy: str = "PyTorch's hvd.DistributedOptimizer and register can have it"
-) -> None:
-    """Raise ValueError if a compressor is to move parameters where that cannot be done."""
-    if c.detached not in ("auto", 0):
-        raise ValueError(f"detached must be 'auto' or 0 with {framework}, got {c.detached!r}; {remedy}")
-
-
-def check_moves(c: Compressor, where: str) -> None:
-    """Let a compressor take movements of parameters. Raise ValueError if it does what has no meaning for them."""
-    if c.momentum == "auto":
-        c.move_momentum(0.0, nesterov=False)
-    for name, value, needed, why in (
-        ("momentum", c.momentum_correction, None, "momentum is the optimizer's, or outer_momentum of LocalUpdates"),
-        ("clip", c.clip, None, "what it clips off a movement is lost; clip gradients before the optimizer steps"),
-        ("not_finite", c.not_finite, "raise", "the shared parameters would stay NaN"),
-        ("lr_in_residual", c.in_updates, False, "residuals are in units of the parameters already"),
-    ):
-        if value != needed:
-            raise ValueError(f"compression must have {name}={needed!r} {where}, got {value!r}: {why}")
 
 
 def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> None:
@@ -211,5 +136,5 @@ def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> Non
     if c.momentum_correction is not None and momentum is not None:
         raise ValueError(
             f"optimizer must have momentum=0 with {c.momentum_correction!r}, got momentum={momentum}: it would be applied "
-            "twice. Use SGD(..., momentum=0), or leave momentum out of the compression, which then takes the optimizer's"
+            "twice. Use SGD(..., momentum=0), or make the compressor without momentum"
         )

@@ -100,7 +100,7 @@ class BoundCompressor(Compressor):
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
         store = self._bound()
         check_parts(state, self)
-        store.check_unit(state)
+        store.check_place(state)
         store.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
@@ -124,7 +124,7 @@ class BoundCompressor(Compressor):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
-        return {name: value for name, value in vars(self).items() if name not in ("_store", "_moved")}
+        return {name: value for name, value in vars(self).items() if name not in ("_store", "_ahead")}
 
 
 def check_kind(compression: object, kind: type, module: str, *, stock: bool = True) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.momentum import scaled
@@ -15,13 +14,13 @@ from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Kind, Reduced, Round, Run, Sent
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Reduced, Round, Sent
 from horovod_sparse.exchange.received import rows_of
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
 
+NOWHERE = -1
+"""The offset that stands for no parameter, where a rank says that a gradient is not finite."""
 _DENSE = Dense()
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
@@ -40,7 +39,6 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
-        grid: Grid | None = None,
     ) -> None:
         self.ops = ops
         self.compressor = compressor
@@ -55,9 +53,6 @@ class Bucket:
         self.position = place.position
         self.rank = rank
         self._first_sparse = compressor.first_sparse_step(place.world)
-        self.begins_dense = self._first_sparse > 0
-        """Whether everything is sent in the first steps."""
-        self.grid = grid
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
         self.tally = Tally()
@@ -65,7 +60,10 @@ class Bucket:
         """What selects on the bucket's device; None if the host does. Dense steps are the host's."""
         self.exchange = compressor.exchange
         """How the bucket is exchanged in this step, or was in the last one."""
-        self._copies: list[Array] | None = None
+        self._before: dict[str, Any] = {}
+        """The adaptive state before this step."""
+        self._copies: dict[int, list[Array]] = {}
+        """With a velocity: copies of residuals and velocities from before this step, by offset."""
         self._resize()
         self._host = HostSelector(ops, compressor, buffer, velocity, self._remember)
         self.close()
@@ -79,73 +77,81 @@ class Bucket:
         self.rounds, self.bytes_sent = 0, 0.0
         """Collectives begun in this step, and the bytes that they have sent."""
         self.outcome = Outcome()
-        self.counts: Counts | None = None
-        """Counts of this step, until it succeeds."""
+        self.sent_by_all: Sent = None
+        """What all ranks have sent, once the exchange has ended; None if a gradient was not finite."""
+        self._added: list[tuple[Slot, Array, float]] = []
+        """The gradients that the residual has taken in, and their rates: a step that fails takes them out again."""
         self._taken: list[Entries] = []
-        """Entries of the residual taken, and their values before; zeros until they are taken."""
+        """Entries of the residual taken, and their values before."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
         """The message that a device makes with what it takes. Its number of entries may not be known yet."""
-        # Last: until here an ending that was interrupted can be done again.
-        self.run: Run | None = None
+        self.run: Exchanging | None = None
         """The exchange of this step; None until it begins."""
 
     # --- gradients in ---
 
-    def begin_step(self, *, copies: bool) -> Before:
-        """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
-        before = Before(self.state.snapshot(), self.tally, self._copy() if copies else ())
-        self.sparse_step = self.state.step - self._first_sparse
+    def begin_step(self) -> None:
+        """Begin a step, when its first gradient arrives."""
+        self._before = self.state.snapshot()
         self._in_dense_steps = self.is_dense
         self._resize()
         self.exchange = _DENSE if self._in_dense_steps else self.compressor.exchange
-        self.stands_in: Kind | None = None
-        """What ranks in other steps would begin with, if that is another collective."""
-        if self._in_dense_steps:
-            mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
-            self.stands_in = usual if usual != mine else None
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin(self.state, self.k, self.capacity, selects=not self._in_dense_steps)
-        return before
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
-        """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before."""
-        gradients: dict[tuple[Momentum | None, float], list[SlotGradient]] = defaultdict(list)
+        """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before.
+
+        Their memory must stay as it is until the step has ended.
+        """
+        gradients: dict[float, list[SlotGradient]] = defaultdict(list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             arriving(self.missing, name)
-            slot, momentum = self.slots[name], intake.momentum(name)
+            if gradient is None:
+                continue
+            slot = self.slots[name]
+            self._added.append((slot, gradient, rate))
             if intake.in_updates:
                 self.rates[slot.offset] = rate
+            if intake.momentum is not None:
+                self._remember_slot(slot)
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
-                if momentum is not None:
-                    self._accelerate(slot, gradient, momentum, intake)
-                gradient = momentum = None
-            if gradient is not None:
-                gradient = intake.prepared(gradient, self.layout.residual_dtype)
-            gradients[momentum, rate].append((slot, gradient))
-        for (momentum, rate), some in gradients.items():
-            self.selector.accumulate(some, momentum, rate)
+                if intake.momentum is not None:
+                    self._accelerate(slot, gradient, intake.momentum, intake)
+                continue
+            gradients[rate].append((slot, intake.prepared(gradient, self.layout.residual_dtype)))
+        for rate, some in gradients.items():
+            self.selector.accumulate(some, intake.momentum, rate)
 
-    def _accelerate(self, slot: Slot, gradient: Array | None, momentum: Momentum, intake: Intake) -> None:
+    def _accelerate(self, slot: Slot, gradient: Array, momentum: Momentum, intake: Intake) -> None:
         """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
         assert self.velocity is not None
         velocity = self.velocity[slot.offset : slot.offset + slot.numel]
         velocity *= momentum.factor
-        if gradient is not None and self.ops.all_finite(gradient):
+        if self.ops.all_finite(gradient):
             dtype = self.layout.residual_dtype
             # Rounded to the residual's type first, as it is with any other rate.
             velocity += scaled(self.ops, intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
-    def _copy(self) -> list[Array]:
-        """Return copies of the residual and of the velocity, in the memory of those of the step before."""
-        if self._copies is None:
-            self._copies = [self.ops.copy(array) for array in self._arrays]
+    def spoil(self) -> None:
+        """Let this rank's message say that its gradient is not finite, because it gives the step up. Call it before `begin`."""
+        self.missing.clear()
+        self.selector = self._host
+        self._host.begin(self.state, self.k, self.capacity, selects=False)
+        self._host.not_finite.append(NOWHERE)
+
+    def _remember_slot(self, slot: Slot) -> None:
+        """Copy a parameter's residual and velocity, to the memory of the copies of the step before."""
+        part = slice(slot.offset, slot.offset + slot.numel)
+        now = [array[part] for array in self._arrays]
+        if slot.offset not in self._copies:
+            self._copies[slot.offset] = [self.ops.copy(array) for array in now]
         else:
-            for memory, array in zip(self._copies, self._arrays, strict=True):
+            for memory, array in zip(self._copies[slot.offset], now, strict=True):
                 self.ops.assign(memory, array)
-        return self._copies
 
     @property
     def is_dense(self) -> bool:
@@ -155,7 +161,7 @@ class Bucket:
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.capacity_for(self.numel, self.k)
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
@@ -172,8 +178,8 @@ class Bucket:
         # Not earlier: on other ranks the parameters may have arrived in another order.
         self.state.know_rate(max(self.rates.values(), default=1.0))
         self.target = self.numel if self._in_dense_steps else self.k
-        self.run = Run(self.exchange, self)
-        return self._counted(next(self.run.collectives))
+        self.run = self.exchange.collectives(self)
+        return self._counted(next(self.run))
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -195,15 +201,7 @@ class Bucket:
         self.outcome = self.selector.finish()
 
     def select(self) -> Selection:
-        return self.select_from(self.buffer, self.k, self.capacity)
-
-    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
-        if k == 0:
-            return Selection(self.ops.indices(np.empty(0, np.int64), x), 0)
-        return self._host.select(x, self.state, k, capacity)
-
-    def capacity_for(self, numel: int, k: int) -> int:
-        return self.compressor.message_capacity(numel, k, self.world)
+        return self._host.select(self.buffer, self.state, self.k, self.capacity)
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
@@ -234,9 +232,8 @@ class Bucket:
         if not self.compressor.residual:
             self.buffer[:] = 0
 
-    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
+    def sent(self, count: int, truncated: int = 0) -> None:
         self.outcome = Outcome(count, truncated)
-        self.target = self.target if target is None else target
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
@@ -249,42 +246,60 @@ class Bucket:
     def advance(self, result: Array) -> Collective:
         """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
         assert self.run is not None
-        return self._counted(self.run.collectives.send(result))
+        return self._counted(self.run.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
         self.bytes_sent += collective.bytes_sent(self.world)
         return collective
 
-    def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
-        """End the exchange. Return what all ranks sent, and which gradients were not finite: here, and if none, elsewhere."""
-        state = self.state
-        if sent is not None:
-            count, truncated, _ = self.outcome
-            self.counts = Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
-        state.step += 1
-        offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
-        bad = [slot for slot in self.layout.slots if slot.offset in offsets] if offsets else []
-        own = [f"the gradient of parameter {slot.name!r}" for slot in bad]
-        unknown = [f"the gradient of some parameter in bucket {self.name!r} of another rank"]
-        reduced = Reduced(self.ops, sent, divisor, self.rates)
-        return reduced, own, unknown if sent is None and not own else []
+    def receive(self, sent: Sent) -> bool:
+        """End the exchange with what all ranks have sent. Return whether all gradients were finite."""
+        self.sent_by_all = sent
+        return sent is not None
 
-    def end(self, ending: Ending, before: Before) -> None:
-        """End the step, so that it can be done again. It may have reached any point, or have ended and be `UNDONE` now."""
-        if ending is Ending.SENT:
-            self._commit()
-            if self.counts is not None:
-                self.tally = before.tally.with_step(self.counts)
-            return
-        self._restore()
-        if ending is Ending.UNDONE:
-            self.forget()
-            self.state.restore(before.state)
-            self.tally = before.tally
-            if before.copies:
-                for array, copied in zip(self._arrays, before.copies, strict=True):
-                    self.ops.assign(array, copied)
+    def bad(self) -> list[str]:
+        """Return the parameters whose gradients were not finite on this rank."""
+        offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
+        return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
+
+    def reduced(self, divisor: float) -> Reduced:
+        """Return the reduced gradients; NaN if a gradient was not finite."""
+        return Reduced(self.ops, self.sent_by_all, divisor, self.rates)
+
+    def commit(self, divisor: float, intake: Intake) -> None:
+        """End a step that has succeeded on all ranks: what was taken has been sent, and the rest stays."""
+        if self._all_taken:
+            self.buffer[:] = 0
+        if self.velocity is not None and self._masks and not self._in_dense_steps:
+            self._recall()
+            taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
+            for indices in taken:
+                self.velocity[indices] = 0
+        state, (count, truncated, _) = self.state, self.outcome
+        self.tally = self.tally.with_step(
+            Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
+        )
+        state.step += 1
+
+    def undo(self, intake: Intake) -> None:
+        """Let the step never have been. Without a velocity, gradients are taken out of the residual, to rounding."""
+        self._recall()
+        for indices, values in self._taken:
+            # Zeros are those of entries that are not taken yet, or that were zero.
+            if bool(values.any()):
+                self.buffer[indices] = values
+        self.drop_rest()
+        self.forget()
+        self.state.restore(self._before)
+        for slot, gradient, rate in self._added if self.compressor.residual else ():
+            part = slice(slot.offset, slot.offset + slot.numel)
+            if self.velocity is not None:
+                for array, copied in zip(self._arrays, self._copies[slot.offset], strict=True):
+                    self.ops.assign(array[part], copied)
+            elif rate != 0.0:
+                prepared = intake.prepared(gradient, self.layout.residual_dtype)
+                self.ops.accumulate(self.buffer, [(slot.offset, prepared)], None, -rate)
 
     def warn_truncated(self) -> bool:
         """Warn and return True if messages have lacked room for long, or for some steps for most of the entries."""
@@ -299,29 +314,6 @@ class Bucket:
             stacklevel=2,
         )
         return True
-
-    def _commit(self) -> None:
-        """Keep what is left: what was taken has been sent."""
-        if self._all_taken:
-            self.buffer[:] = 0
-        if self.velocity is not None and self._masks and not self._in_dense_steps:
-            self._recall()
-            taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
-            for indices in taken if self.run is None or self.run.masked is None else self.run.masked:
-                self.velocity[indices] = 0
-        if self.run is not None:
-            self.run.commit()
-
-    def _restore(self) -> None:
-        """Return what was taken to the residual."""
-        self._recall()
-        for indices, values in self._taken:
-            # Zeros are those of entries that are not taken yet, or that were zero.
-            if bool(values.any()):
-                self.buffer[indices] = values
-        if self.run is not None:
-            self.run.restore()
-        self.drop_rest()
 
     def _recall(self) -> None:
         """Find out what a device has taken. What is left of it in the residual, and what was sent, are what it was before."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
 
 from horovod_sparse.core.intake import Arrived, Intake
-from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.statistics import Tally
-from horovod_sparse.core.step import Before, Ending
+from horovod_sparse.core.layout import Layout
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Reduced, Round, Sent
-from horovod_sparse.ops.protocol import Array, Momentum, Moving, Ops, Part
+from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
 def arriving(missing: set[str], name: str) -> None:
@@ -29,9 +27,6 @@ class DenseBucket:
 
     With momentum before the selection they get theirs after the reduction. `velocity` is the same on all ranks.
     """
-
-    stands_in = None
-    begins_dense = False
 
     def __init__(self, ops: Ops, layout: Layout, world: int, rank: int, like: Array, velocity: Array | None) -> None:
         self.ops = ops
@@ -50,14 +45,23 @@ class DenseBucket:
         self.missing = set(self.slots)
         self.rounds = 0
         self._gradients: dict[str, Array] = {}
+        self._spoiled = False
+        self._total: Array | None = None
+        """The sum of all ranks' gradients, once it is there; at last, what momentum makes of their mean."""
+        self._divisor: float | None = None
+        """What that is divided by; None for the divisor of sums."""
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the one collective, whatever other buckets do."""
         return [Round("allreduce", self.layout.numel, None)]
 
-    def begin_step(self, *, copies: bool) -> Before:
-        """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
-        return Before({}, Tally(), [] if self._velocity is None else [self.ops.copy(self._velocity)])
+    def begin_step(self) -> None:
+        """Begin a step, when its first gradient arrives."""
+
+    def spoil(self) -> None:
+        """Let this rank's message be NaN, because it gives the step up. Call it before `begin`."""
+        self.missing.clear()
+        self._spoiled = True
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
         """Remember gradients until the message is made. Raise RuntimeError if one has arrived before."""
@@ -73,41 +77,44 @@ class DenseBucket:
             self._gradients[name] if name in self._gradients else self.ops.zeros(slot.numel, dtype, self._like)
             for name, slot in self.slots.items()
         ]
-        return Collective("allreduce", self.ops.joined(arrays, dtype))
+        message = self.ops.joined(arrays, dtype)
+        if self._spoiled:
+            message[:] = math.nan
+        return Collective("allreduce", message)
 
     def advance(self, result: Array) -> NoReturn:
         """Raise StopIteration with the sum of all ranks' gradients."""
         raise StopIteration(Entries(None, result))
 
-    def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
-        """Return the reduced gradients, and which of them are not finite, on all ranks. If one is not, no velocity changes."""
+    def receive(self, sent: Sent) -> bool:
+        """End the exchange with the sum of all ranks' gradients. Return whether it is finite."""
         assert isinstance(sent, Entries)
-        total, bad = sent.values, []
-        if not self.ops.all_finite(total):
-            bad = [slot.name for slot in self.layout.slots if not self.ops.all_finite(self._part(total, slot))]
-        elif self._velocity is not None:
-            total, bad = self._accelerate(total / (divisor * intake.scale), self._velocity, intake)
-            divisor = 1.0 / intake.scale
-        reduced = Reduced(self.ops, Entries(None, total if divisor == 1.0 else total / divisor), 1.0, {})
-        return reduced, [], [f"the gradient of parameter {name!r}" for name in bad]
+        self._total = sent.values
+        return self.ops.all_finite(self._total)
 
-    def _part(self, flat: Array, slot: Slot) -> Array:
-        return flat[slot.offset : slot.offset + slot.numel]
+    def bad(self) -> list[str]:
+        """Return the parameters whose gradients were not finite on this rank."""
+        return [name for name, gradient in self._gradients.items() if not self.ops.all_finite(gradient)]
 
-    def _accelerate(self, mean: Array, velocity: Array, intake: Intake) -> tuple[Array, list[str]]:
-        """Return what momentum makes of the mean gradients, and the parameters whose velocities overflow."""
+    def reduced(self, divisor: float) -> Reduced:
+        """Return the reduced gradients, once the step has ended."""
+        divisor = divisor if self._divisor is None else self._divisor
+        total: Array = self._total
+        return Reduced(self.ops, Entries(None, total if divisor == 1.0 else total / divisor), 1.0, {})
+
+    def _accelerate(self, mean: Array, velocity: Array, intake: Intake) -> Array:
+        """Return what momentum makes of the mean gradients."""
         moved = self.ops.zeros(self.layout.numel, self.layout.residual_dtype, self._like)
-        together = defaultdict[Momentum | None, list[Part]](list)
-        for slot in self.layout.slots:
-            together[intake.momentum(slot.name)].append((slot.offset, self._part(mean, slot)))
-        overflowed: set[int] = set()
-        for momentum, parts in together.items():
-            assert momentum is not None
-            numbers = self.ops.accumulate(moved, parts, Moving(velocity, momentum))
-            overflowed |= {offset for (offset, _), number in zip(parts, numbers, strict=True) if number}
-        return moved, [slot.name for slot in self.layout.slots if slot.offset in overflowed]
+        assert intake.momentum is not None
+        self.ops.accumulate(moved, [(0, mean)], Moving(velocity, intake.momentum))
+        return moved
 
-    def end(self, ending: Ending, before: Before) -> None:
-        """End the step, so that it can be done again."""
-        if ending is Ending.UNDONE and self._velocity is not None:
-            self.ops.assign(self._velocity, before.copies[0])
+    def commit(self, divisor: float, intake: Intake) -> None:
+        """End a step that has succeeded on all ranks. With momentum before the selection the gradients get theirs now."""
+        if self._velocity is not None:
+            mean: Array = self._total
+            self._total = self._accelerate(mean / (divisor * intake.scale), self._velocity, intake)
+            self._divisor = 1.0 / intake.scale
+
+    def undo(self, intake: Intake) -> None:
+        """Nothing is to be undone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
@@ -26,7 +26,7 @@ class Intake:
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
         self._clip, self._holds_back = compressor.clip, compressor.holds_back
-        self.in_updates = compressor.in_updates
+        self.in_updates = compressor.lr_in_residual
         """Whether residuals are in units of the update, so that learning rates are needed."""
         self._limit = self._clip.limit(world, averages=averages) if isinstance(self._clip, Clip) else 0.0
         self.scale = 1.0
@@ -34,9 +34,8 @@ class Intake:
         self._factor = None if self._holds_back else 1.0
         """The factor by which this step's gradients are clipped, with the scope "model"; None before the first step."""
         correction = compressor.momentum_correction
-        of_step = None if correction is None else correction.of_step
-        self.momentum: Callable[[str], Momentum | None] = lambda name: of_step
-        """Returns the momentum of a parameter in this step; None if the compressor has none."""
+        self.momentum: Momentum | None = None if correction is None else correction.of_step
+        """The momentum before the selection; None if the compressor has none."""
 
     def begin(self, gradients: Iterable[Array], scale: float) -> None:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""

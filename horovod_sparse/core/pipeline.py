@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
@@ -15,23 +17,32 @@ from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
-from horovod_sparse.core.step import Ending, Step
-from horovod_sparse.exchange.grid import grid
-from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.ops.protocol import Array, Ops
 
-_NOT_FINITE = (
-    "holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or set "
-    "not_finite='propagate'"
-)
-
-Write = Callable[[Sequence[Slot], Reduced], Iterable[str] | None]
-"""Writes the reduced gradient to where the adapter wants it. Returns the parameters whose type cannot hold it, if any."""
+Write = Callable[[Sequence[Slot], Reduced], None]
+"""Writes the reduced gradient to where the adapter wants it."""
+Everyone = Callable[[Any], list[Any]]
+"""Returns every worker's value."""
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
 AnyBucket = Bucket | DenseBucket
 UnderWay = tuple[AnyBucket, Wait]
 Start = Callable[[AnyBucket, Collective], Wait]
+
+
+@dataclass(slots=True)
+class Step:
+    """A step of a pipeline that has begun."""
+
+    buckets: dict[str, AnyBucket] = field(default_factory=dict)
+    """The buckets that a gradient of this step has reached, by name."""
+    fails: bool = False
+    """Whether a gradient of some rank is known not to be finite."""
+    bad: list[str] = field(default_factory=list)
+    """Parameters beside the buckets whose gradients were not finite."""
+    given_up: bool = False
+    """Whether this rank gives the step up."""
 
 
 class Pipeline:
@@ -44,7 +55,6 @@ class Pipeline:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip` depends on it.
-        groups: the name of each worker's host, if the exchange needs them (`Exchange.hosts`).
         device_selector: see `DeviceSelectorFor`.
     """
 
@@ -57,7 +67,6 @@ class Pipeline:
         position: int,
         rank: int,
         averages: bool = True,
-        groups: Sequence[str] = (),
         device_selector: DeviceSelectorFor = lambda *bucket: None,
     ) -> None:
         self.ops = ops
@@ -66,7 +75,6 @@ class Pipeline:
         self.position = position
         self.rank = rank
         self.averages = averages
-        self.grid = grid(groups, position) if groups else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -78,8 +86,9 @@ class Pipeline:
         self._step: Step | None = None
         self.warned = False
         """Whether this pipeline has warned of messages that are too small."""
-        self._has_scaler = self._undoes = False
-        """What `start_step` was told of this step."""
+        self._warned_not_finite = False
+        self.is_broken = False
+        """Whether an exchange has ended by an exception, so that nobody knows what the other ranks have."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
@@ -89,7 +98,7 @@ class Pipeline:
             buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
             place = Place(layout.name, self.position, self.world)
             selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self.grid)
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
@@ -113,12 +122,6 @@ class Pipeline:
     def all_buckets(self) -> list[AnyBucket]:
         return [*self.buckets, *self.dense]
 
-    def drop(self, name: str) -> None:
-        """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
-        for kept in (self.residuals, self.velocities):
-            if name in kept.views:
-                kept.views[name][...] = 0
-
     @property
     def steps(self) -> int:
         """Number of steps in `stats`, at no cost."""
@@ -137,19 +140,20 @@ class Pipeline:
 
     # --- a step: from gradients to messages, from messages to reduced gradients ---
 
-    def start_step(self, gradients: Iterable[Array] = (), scale: float | None = None, *, undoes: bool = False) -> None:
+    def start_step(self, gradients: Iterable[Array] = (), scale: float = 1.0) -> None:
         """Begin a step, before its first gradient arrives. A step that has not ended is given up (`abort`).
 
         Args:
             gradients: if the compressor's `holds_back` is True, all gradients of this rank, with those that are reduced dense.
             scale: that of a loss scaler: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not.
-            undoes: whether a step that fails or is given up leaves no trace, which needs copies of the residuals and
-                velocities. With a scale this is so.
         """
+        if self.is_broken:
+            raise RuntimeError(
+                f"rank {self.rank}: an exchange has ended by an exception before, so what waits here may not fit to the other "
+                "ranks; load a state on all ranks, call compression.reset() on all, or make a new compression"
+            )
         self.abort()
-        self._has_scaler = scale is not None
-        self._undoes = undoes or self._has_scaler
-        self.intake.begin(gradients, 1.0 if scale is None else scale)
+        self.intake.begin(gradients, scale)
         self._begun()
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> AnyBucket | None:
@@ -157,18 +161,29 @@ class Pipeline:
         return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
     def arrive_together(self, bucket: AnyBucket, arrived: Sequence[Arrived]) -> AnyBucket | None:
-        """Let a bucket take in gradients of its parameters, and return it if it is complete. Their memory is free afterwards.
+        """Let a bucket take in gradients of its parameters, and return it if it is complete.
+
+        The gradients must stay as they are until the step ends. What waits of a parameter without a gradient is set aside.
 
         Raises:
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
         rates = [self.intake.rate(one) for one in arrived] if self.intake.in_updates else [1.0] * len(arrived)
-        step = self._begun()
-        if bucket.name not in step.buckets:
-            step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
+        self._reach(bucket)
+        for name, gradient, _ in arrived:
+            if gradient is None:
+                self.residuals.set_aside(name)
+            elif self.residuals.aside:
+                self.residuals.take_up(name)
         bucket.take_in(arrived, rates, self.intake)
         return None if bucket.missing else bucket
+
+    def _reach(self, bucket: AnyBucket) -> None:
+        step = self._begun()
+        if bucket.name not in step.buckets:
+            step.buckets[bucket.name] = bucket
+            bucket.begin_step()
 
     @property
     def is_open(self) -> bool:
@@ -181,91 +196,114 @@ class Pipeline:
             self._step = Step()
         return self._step
 
-    def advance(self, bucket: AnyBucket, result: Array, divisor: float, write: Write) -> Collective | None:
-        """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
+    def spoil(self, bucket: AnyBucket) -> AnyBucket:
+        """Let this rank give the step up, and return a bucket that is to say so: its exchange has not begun yet."""
+        self._begun().given_up = True
+        self._reach(bucket)
+        bucket.spoil()
+        return bucket
 
-        At the end, `write` is called with the parameters' slots and a `Reduced`. It divides by `divisor` and, with
-        `lr_in_residual`, by the learning rate, since what is sent are updates then.
-        """
+    def advance(self, bucket: AnyBucket, result: Array) -> Collective | None:
+        """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
         try:
             return bucket.advance(result)
         except StopIteration as end:
-            sent: Sent = end.value
-        reduced, own, elsewhere = bucket.conclude(sent, divisor, self.intake)
-        if own or elsewhere:
-            step = self._begun()
-            step.failures += [f"{what} {_NOT_FINITE}" for what in own]
-            step.failures_elsewhere += [f"{what} {_NOT_FINITE}" for what in elsewhere]
-        for name in write(bucket.layout.slots, reduced) or ():
-            self.note_overflow(name)
+            if not bucket.receive(end.value):
+                self._begun().fails = True
         return None
 
-    def complete(self, under_way: Sequence[UnderWay], write: Write, start: Start) -> None:
+    def complete(self, under_way: Sequence[UnderWay], start: Start) -> None:
         """Advance exchanges to their ends. `start` starts a bucket's next collective."""
+        self.is_broken = True
         while under_way:
             # Every bucket's next collective is started before the first of them is waited for.
             following = []
             for bucket, result in under_way:
-                collective = self.advance(bucket, result(), self.divisor, write)
+                collective = self.advance(bucket, result())
                 if collective is not None:
                     following.append((bucket, start(bucket, collective)))
             under_way = following
+        self.is_broken = False
 
-    def note_not_finite(self, what: str) -> None:
-        """Let the step fail, because the gradient of `what` is not finite, on this rank or another."""
-        self._begun().failures_elsewhere.append(f"the gradient of {what} {_NOT_FINITE}")
-
-    def note_overflow(self, name: str) -> None:
-        """Let the step fail, because a parameter's type cannot hold its reduced gradient."""
-        self._begun().failures_elsewhere.append(
-            f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what residuals had "
-            "sent has returned to them. Use gradients of bfloat16 or float32, or a larger ratio"
-        )
-
-    @property
-    def fails_here(self) -> bool:
-        """Whether the step is known to fail because of this worker's own gradients."""
-        return bool(self._begun().failures)
+    def fail(self, names: Sequence[str] = ()) -> None:
+        """Let the step fail, as it must on all ranks: gradients of these parameters beside the buckets are not finite."""
+        step = self._begun()
+        step.fails = True
+        step.bad += names
 
     @property
     def fails(self) -> bool:
         """Whether the step is known to fail."""
-        return self.fails_here or bool(self._begun().failures_elsewhere)
+        return self._begun().fails
 
-    def end_step(self) -> None:
-        """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
+    def end_step(self, write: Write, everyone: Everyone | None = None) -> None:
+        """End a step of which all exchanges have ended, and write all reduced gradients.
 
-        If it fails (`Ending.FAILED`, or `UNDONE`: see `start_step`), it raises FloatingPointError on every rank, unless
-        `not_finite="propagate"`, or a loss scaler leaves out the update. Training can go on.
+        If a gradient of some rank is not finite, the reduced gradients of its bucket are NaN on every rank, and the step has
+        never been: residuals, velocities and adaptive state are as before it. `everyone` then tells all ranks why.
+
+        Raises:
+            RuntimeError: another rank has given the step up. All ranks may go on.
         """
-        step = self._begun()
-        found = step.failures + step.failures_elsewhere
-        failed = Ending.UNDONE if self._undoes else Ending.FAILED
-        step.ending = failed if found else Ending.SENT
-        self._finish()
-        self.warned = self.warned or any(bucket.warn_truncated() for bucket in self.buckets)
-        if found and not self._has_scaler and self.compressor.not_finite == "raise":
-            raise FloatingPointError(f"rank {self.rank}: {found[0]}")
-
-    def _finish(self) -> None:
-        """End the step as was decided. If an interrupt comes, this is done again, from the beginning."""
-        step = self._step
-        if step is None or step.ending is None:
-            return
+        step, divisor = self._begun(), self.divisor
         reached = [bucket for bucket in self.all_buckets if bucket.name in step.buckets]
+        if step.fails:
+            self._tell(step, reached, everyone)
         for bucket in reached:
-            bucket.end(step.ending, step.buckets[bucket.name])
+            # Before the reduced gradients take the place of those that are to be taken back.
+            if step.fails:
+                bucket.undo(self.intake)
+            else:
+                bucket.commit(divisor, self.intake)
         for bucket in reached:
+            if not step.given_up:
+                write(bucket.layout.slots, bucket.reduced(divisor))
             bucket.close()
         self._step = None
+        self.warned = self.warned or any(bucket.warn_truncated() for bucket in self.buckets)
+
+    def _tell(self, step: Step, reached: Sequence[AnyBucket], everyone: Everyone | None) -> None:
+        """Warn once of gradients that are not finite. Raise RuntimeError if another rank has given the step up."""
+        mine: dict[str, Any] = {
+            "rank": self.rank,
+            "given up": step.given_up,
+            "bad": [*step.bad, *(name for bucket in reached for name in bucket.bad())],
+        }
+        told = [mine] if everyone is None else everyone(mine)
+        gone = [one["rank"] for one in told if one["given up"]]
+        if gone and not step.given_up:
+            self.abort()
+            raise RuntimeError(
+                f"rank {self.rank}: rank {gone[0]} has given up this step after an exception, so this rank gives it up too; "
+                "see what the other rank reports. Nothing of the step is left on any rank, and all ranks may go on"
+            )
+        bad = [f"{name!r} on rank {one['rank']}" for one in told for name in one["bad"]]
+        if not self._warned_not_finite and not gone:
+            self._warned_not_finite = True
+            warnings.warn(
+                f"horovod_sparse: rank {self.rank}: the gradient of {bad[0] if bad else 'a parameter on another rank'} holds "
+                "NaN or infinity, or a sum of gradients overflows. The reduced gradient of its bucket is NaN on all ranks, as "
+                "a dense average would be, and residuals are as before the step. This is said once",
+                stacklevel=2,
+            )
+
+    def knows_why(self) -> bool:
+        """Return whether a gradient of this rank is what makes the step fail."""
+        step = self._begun()
+        return bool(step.bad) or any(bucket.bad() for bucket in step.buckets.values())
+
+    def take_warnings(self, other: Pipeline) -> None:
+        """Take it that this pipeline has warned where another one of the same process has."""
+        self.warned, self._warned_not_finite = other.warned, other._warned_not_finite
 
     def abort(self) -> None:
-        """Give up the step that has begun, if there is one (`Ending.UNDONE`). If its ending was decided, complete that."""
-        if self._step is not None and self._step.ending is None:
-            self._step.ending = Ending.UNDONE
-        self._finish()
+        """Forget the step that has begun, if there is one, on this rank alone. It has never been."""
+        step, self._step = self._step, None
+        for bucket in () if step is None else step.buckets.values():
+            bucket.undo(self.intake)
+            bucket.close()
 
-    # --- state: a step that has begun is given up ---
+    # --- state, between two steps ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
@@ -273,12 +311,11 @@ class Pipeline:
         Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
         "learning_rates" has 1.0 for every residual if they hold updates, and is empty if they hold gradients.
         """
-        self._finish()
         return {
             "version": VERSION,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.in_updates else {},
+            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.lr_in_residual else {},
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 
@@ -286,6 +323,7 @@ class Pipeline:
         """Continue from what `state_dict` returned, if `check_state` accepts it. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self.abort()
+        self.is_broken = False
         self.residuals.load_state_dict(state["residuals"])
         self.velocities.load_state_dict(state["velocities"])
         for bucket in self.buckets:
@@ -301,7 +339,6 @@ class Pipeline:
 
     def decay(self, factor: float) -> None:
         """Multiply residuals, but nothing else, by `factor`. Call it between steps, on all ranks."""
-        self._finish()
         if factor != 1.0:
             self.residuals.rescale(factor)
             for bucket in self.buckets:
@@ -310,6 +347,7 @@ class Pipeline:
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self.abort()
+        self.is_broken = False
         self.residuals.reset()
         self.velocities.reset()
         for bucket in self.buckets:

@@ -24,6 +24,8 @@ class Residuals:
         """The slice of each parameter, in its shape, by name; writing to it changes the residual."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shapes of the parameters that have a residual, by name."""
+        self.aside: dict[str, Array] = {}
+        """What waits of parameters without a gradient in the last step. In the buffer they have zeros."""
 
     def allocate(self, layout: Layout, like: Array) -> Array:
         """Make and return the zeroed buffer of a bucket, on the device of `like`."""
@@ -35,20 +37,33 @@ class Residuals:
             self.shapes[slot.name] = slot.shape
         return buffer
 
+    def set_aside(self, name: str) -> None:
+        """Let what waits of a parameter wait until it has a gradient again, so that nothing of it is selected."""
+        if name not in self.aside and name in self.views and bool(self.views[name].any()):
+            self.aside[name] = self._ops.copy(self.views[name])
+            self.views[name][...] = 0
+
+    def take_up(self, name: str) -> None:
+        """Let a parameter go on with what was set aside."""
+        if name in self.aside:
+            self._ops.assign(self.views[name], self.aside.pop(name))
+
     def reset(self) -> None:
+        self.aside.clear()
         for view in self.views.values():
             view[...] = 0
 
     def rescale(self, factor: float) -> None:
-        for view in self.views.values():
-            multiply(view, factor)
+        for array in (*self.views.values(), *self.aside.values()):
+            multiply(array, factor)
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
-        return {name: self._ops.copy(view) for name, view in self.views.items()}
+        return {name: self._ops.copy(self.aside.get(name, view)) for name, view in self.views.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""
+        self.aside.clear()
         for name, view in self.views.items():
             self._ops.assign(view, state[name])
 

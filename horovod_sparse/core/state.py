@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,11 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     return {name for part in PARTS for name in state[part]}
 
 
+def step_of(state: Mapping[str, Any]) -> int:
+    """Return the number of the step that follows a state; 0 if there is nothing in it."""
+    return max((one["step"] for one in state["adaptive"].values()), default=0)
+
+
 def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the part of a state that belongs to some parameters."""
     kept = {part: {name: value for name, value in state[part].items() if name in names} for part in PARTS}
@@ -44,21 +49,6 @@ def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` with the entries of `other` added or replaced."""
     return {**other, **state, **{part: {**state[part], **other[part]} for part in PARTS}}
-
-
-def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
-    """Return the state of a worker that continues several others: the sums of their arrays, and the rest from the first.
-
-    With `zero`, return that of a new worker, with zeros in its arrays. The first one's arrays change, but not `replicated`.
-    """
-    first, *others = states
-    for part in ARRAYS:
-        for name in first[part].keys() - replicated(first["residuals"], first["velocities"]):
-            if zero:
-                first[part][name] *= 0
-            for other in others:
-                first[part][name] += other[part][name]
-    return dict(first)
 
 
 def replicated(residuals: Collection[str], velocities: Collection[str]) -> list[str]:
@@ -77,47 +67,50 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     check_parts(state, compressor)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
-    mine = compressor.in_updates
+    mine = compressor.lr_in_residual
     if state["learning_rates"] != (dict.fromkeys(residuals, 1.0) if mine else {}):
         raise ValueError(
             f"state must be one with lr_in_residual={mine}, got one with lr_in_residual={not mine}: its residuals are in "
-            f"another unit; make the compression with lr_in_residual={not mine}, or leave it 'auto' and give the optimizer "
-            "the momentum that it had, or begin without this state"
+            f"another unit; make the compression with lr_in_residual={not mine}, or begin without this state"
         )
 
 
 def check_parts(state: Any, compressor: Compressor) -> None:
     """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
+    check_form(state)
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)
+
+
+def check_form(state: Any, called: str = "state") -> None:
+    """Raise ValueError, whose text calls the state so, unless `state` is a state of this release, whatever its algorithm."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"state must be what state_dict() returned, got {type(state).__name__}")
+        raise ValueError(f"{called} must be what state_dict() returned, got {type(state).__name__}")
     if state.get("version") != VERSION:
         raise ValueError(
-            f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
+            f"{called} must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved "
+            "it"
         )
     for part in PARTS:
         found = state.get(part)
-        _check(f"[{part!r}]", found, "a dict by parameter name", isinstance(found, Mapping) and _are_names(found))
+        is_part = isinstance(found, Mapping) and _are_names(found)
+        _check(f"{called}[{part!r}]", found, "a dict by parameter name", is_part)
     for part in ARRAYS:
         for name, array in state[part].items():
-            where = f"[{part!r}][{name!r}]"
+            where = f"{called}[{part!r}][{name!r}]"
             dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
             _check(where, dtype, f"an array of {' or '.join(_DTYPES)}", dtype in _DTYPES)
             finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
             _check(where, array, "finite", bool(finite.all()))
-    lengths = state.get("updates", [0.0, 0.0])
-    kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
-    are_lengths = kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf
-    _check("['updates']", lengths, "two finite numbers >= 0", are_lengths)
     sparse = state.get("sparse", [])
-    _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))
+    are_sparse = isinstance(sparse, (list, tuple)) and _are_names(sparse)
+    _check(f"{called}['sparse']", sparse, "a list of parameter names", are_sparse)
     differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
     if differ:
         raise ValueError(
-            f"state['adaptive'] must name the same parameters as state['residuals'], but one of them lacks {differ}; the state "
-            "is damaged"
+            f"{called}['adaptive'] must name the same parameters as {called}['residuals'], but one of them lacks {differ}; the "
+            "state is damaged"
         )
-    for adaptive in state["adaptive"].values():
-        compressor.new_state().load_state_dict(adaptive)
 
 
 def _are_names(values: Iterable[object]) -> bool:
@@ -128,7 +121,7 @@ def _check(where: str, value: object, expected: str, holds: bool) -> None:
     if not holds:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged, load an older one")
+        raise ValueError(f"{where} must be {expected}, got {shown}; the state is damaged, load an older one")
 
 
 def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:

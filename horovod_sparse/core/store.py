@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.lengths import Lengths
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of, rescale_state
 from horovod_sparse.core.statistics import NO_STATS, Stats
@@ -17,24 +16,23 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 _log = logging.getLogger("horovod_sparse")
 
 
-def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
-    """Log in the first step, on the first worker, what is compressed. `kernels` is the name of the compiled ones."""
+def log_start(pipeline: Pipeline, kernels: str, advice: str = "") -> None:
+    """Log in the first step, on the first worker, what is compressed, and `advice`. `kernels` names the compiled ones."""
     if pipeline.position == 0:
         compressor, world = pipeline.compressor, pipeline.world
         ratio = compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
-        what += "" if updates is None else f" of {updates}"
         numel, dense = sum(one.numel for one in pipeline.buckets), sum(len(one.slots) for one in pipeline.dense)
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
         found = f"{len(pipeline.buckets)} buckets, {entries} entries, {dense} parameters dense"
-        _log.info("%s %s: %s, kernels %s", type(compressor).__name__, what, found, kernels)
+        _log.info("%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, advice and f". {advice}")
         rounds = [one for bucket in pipeline.buckets for one in compressor.rounds(bucket.numel, None, world)]
         sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
-        # Beside what is sent, a message has a few numbers. With a grid, it depends on the hosts what leaves them.
-        if pipeline.grid is None and sent > 1.05 * dense_bytes > 0:
+        # Beside what is sent, a message has a few numbers.
+        if sent > 1.05 * dense_bytes > 0:
             _log.warning(
                 f"{compressor!r} with {world} workers sends {sent / dense_bytes:.1f} times as many bytes as a dense allreduce "
-                "of float32; take a ratio that is as many times smaller, exchange=Balanced(), or MiCRO"
+                "of float32; take a ratio that is as many times smaller, or MiCRO"
             )
 
 
@@ -48,21 +46,8 @@ class Store:
     """None until the first parameters have buckets."""
     deferred: Mapping[str, Any] | None = None
     """A copy of the state of parameters that have no buckets yet; None if there is nothing in it."""
-    undoes: bool = False
-    """Whether steps that fail leave no trace, which needs copies of the residuals (`Pipeline.start_step`)."""
-    updates: object = None
-    """What exchanges the updates of the optimizer in place of gradients; None if gradients are exchanged."""
     sparse: Collection[str] = ()
     """The names of the parameters with sparse gradients, which have no state."""
-
-    def __init__(self) -> None:
-        self.lengths = Lengths()
-        """What tells by how much updates must grow, if they are exchanged."""
-
-    @property
-    def _in_parameters(self) -> bool:
-        """Whether what is exchanged, and waits, are movements of parameters."""
-        return self.updates is not None
 
     def between_steps(self) -> Pipeline | None:
         """Return the pipeline, ready to be used between two steps."""
@@ -77,17 +62,10 @@ class Store:
         deferred, pipeline = copy.deepcopy(dict(self.deferred or empty_state())), self.between_steps()
         if pipeline is None:
             return deferred
-        exchanged = {"updates": self.lengths.state()} if self._in_parameters else {}
-        return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse), **exchanged}, deferred)
+        return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse)}, deferred)
 
-    def check_unit(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the residuals in a state are gradients, and those here are updates, or the other way round."""
-        theirs, mine = bool(state.get("updates")), self._in_parameters
-        if self.active and holds_anything(state) and theirs != mine:
-            raise ValueError(
-                f"state must be one with updates={mine}, got one with updates={theirs}: residuals are in another unit; make "
-                f"the compression with updates={theirs}, or begin without this state"
-            )
+    def check_place(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state belongs to another place than this worker's (a shard of a model)."""
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check_parts` accepts, in place of the old one. Nothing is changed if it is refused."""
@@ -99,7 +77,6 @@ class Store:
         if pipeline is not None:
             pipeline.load_state_dict(part_of(state, names))
             state = part_of(state, names_in(state).difference(names))
-        self.lengths.load(state.get("updates"))
         self.deferred = copy.deepcopy(dict(state)) if holds_anything(state) else None
 
     def rescale(self, factor: float) -> None:
@@ -111,7 +88,6 @@ class Store:
 
     def reset(self) -> None:
         self.deferred = None
-        self.lengths.load(None)
         pipeline = self.between_steps()
         if pipeline is not None:
             pipeline.reset()

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, agree_on_states, compare, refuse_detached, refuse_updates
+from horovod_sparse.core.agreement import RELEASE, agree_on_states, compare
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Parameter, Slot, planned
-from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.state import check_state, kept_shapes
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
+from horovod_sparse.core.state import check_state, empty_state, kept_shapes, step_of
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.store import log_start
-from horovod_sparse.exchange.protocols import Reduced
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.transport import Communicator
 
@@ -50,6 +50,11 @@ class SparseAllreduce:
         place: dict[str, Any] = {"world": transport.world, "position": transport.position, "rank": transport.rank}
         self._new_pipeline = partial(Pipeline, ops=host_ops(), compressor=compression, averages=average, **place)
         self.pipeline = self._new_pipeline()
+        self._last: dict[str, str] = {}
+        """The array of each bucket that arrives last."""
+        self._under_way: dict[str, tuple[AnyBucket, Wait]] = {}
+        self._exchanging = False
+        """Whether this worker's part of the step is with the others, who cannot be told any more that it gives up."""
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' `gradients`, as new arrays by name.
@@ -61,39 +66,53 @@ class SparseAllreduce:
         Raises:
             TypeError: `gradients` is no mapping of names to such arrays.
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
-            FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
-            RuntimeError: on every worker, if the last call has returned on some workers and raised on others.
+            RuntimeError: another worker has raised in this call. Nothing of the step is left on any, and all may go on.
         """
-        gradients = arrays_of(gradients)
         if not self._shapes:
-            self._plan(gradients)
-        shapes = shapes_of(gradients)
-        if shapes != self._shapes:
-            raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
+            self._plan(arrays_of(gradients))
+        self._exchanging = False
         try:
-            reduced = self._step(gradients, learning_rate)
+            arrays = arrays_of(gradients)
+            shapes = shapes_of(arrays)
+            if shapes != self._shapes:
+                raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
+            return self._step(arrays, learning_rate)
         except BaseException:
-            self.pipeline.abort()
-            self._transport.give_up()
+            if not (self._exchanging or self.pipeline.is_broken):
+                self._give_up()
             raise
-        self._transport.end_step()
-        return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
-        transport, buckets = self._transport, self.pipeline.buckets
-        transport.meet(buckets[0].state.step if buckets else 0, alike=self.pipeline.compressor.changes)
-        self.pipeline.start_step(gradients.values())
-        reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
-        under_way = []
+        pipeline = self.pipeline
+        pipeline.start_step(gradients.values())
         # The last array comes first, because buckets are packed so. The first call fixed the order: MPI matches by order.
         for name in reversed(self._shapes):
-            bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
+            bucket = pipeline.arrive(name, gradients[name], learning_rate)
             if bucket is not None:
-                under_way.append((bucket, transport.start(bucket.begin())))
-        self.pipeline.complete(under_way, partial(write_to, reduced), lambda _, collective: transport.start(collective))
-        transport.exchanged()
-        self.pipeline.end_step()
+                self._under_way[bucket.name] = bucket, self._start(bucket, bucket.begin())
+        reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
+        self._end(reduced)
         return reduced
+
+    def _start(self, _: AnyBucket, collective: Collective) -> Wait:
+        return self._transport.start(collective)
+
+    def _end(self, reduced: Mapping[str, Array]) -> None:
+        """Wait for all exchanges of the step, and write what comes out to `reduced`."""
+        self._exchanging = True
+        under_way, self._under_way = [*self._under_way.values()], {}
+        self.pipeline.complete(under_way, self._start)
+        self.pipeline.end_step(partial(write_to, reduced), self._transport.everyone)
+
+    def _give_up(self) -> None:
+        """Tell the other workers, which wait for this one's part of the step, that it gives the step up."""
+        for name in reversed(self._shapes):
+            bucket = self.pipeline.bucket_of[name]
+            # A bucket is complete with its first array, which is the last to arrive.
+            if name == self._last[bucket.name] and bucket.name not in self._under_way:
+                self.pipeline.spoil(bucket)
+                self._under_way[bucket.name] = bucket, self._start(bucket, bucket.begin())
+        self._end({})
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first, on every worker, if a `state` to be loaded does not fit."""
@@ -111,11 +130,11 @@ class SparseAllreduce:
             if state is not None:
                 check_state(state, compressor, *kept_shapes(shapes, compressor))
 
-        agree_on_states(check, transport)
-        pipeline = self._new_pipeline(groups=compressor.exchange.hosts(transport.world, transport.everyone))
+        agree_on_states(check, step_of(state or empty_state()), transport)
+        pipeline = self._new_pipeline()
         add_buckets(pipeline, gradients)
-        transport.renew()
         self.pipeline, self._shapes = pipeline, shapes_of(gradients)
+        self._last = {pipeline.bucket_of[name].name: name for name in reversed(self._shapes)}
 
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"
@@ -131,8 +150,6 @@ class SparseAllreduce:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals and adaptive state by array name, once there was a first call."""
-        # An interrupt may have come while a step was given up.
-        self.pipeline.abort()
         return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: Mapping[str, Array] | None = None) -> None:
@@ -164,11 +181,9 @@ class SparseAllreduce:
 
 
 def check_compression(compression: object) -> None:
-    """Raise TypeError or ValueError unless `compression` is a compressor that NumPy arrays can have."""
+    """Raise TypeError unless `compression` is a compressor that NumPy arrays can have."""
     if not isinstance(compression, Compressor):
         raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
-    refuse_updates(compression, "NumPy")
-    refuse_detached(compression, "NumPy")
 
 
 def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:

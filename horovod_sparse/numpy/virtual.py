@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.allreduce import Shapes, add_buckets, arrays_of, check_compression, shapes_of, write_to
@@ -57,7 +57,6 @@ class VirtualWorkers:
         Raises:
             TypeError: `gradients` is no mapping of names to such arrays.
             ValueError: an array has not one gradient for each worker, or is not as in the first call.
-            FloatingPointError: a gradient holds NaN or infinity (see `not_finite`). The error names the worker, as its rank.
         """
         gradients = arrays_of(gradients)
         for name, array in gradients.items():
@@ -83,39 +82,31 @@ class VirtualWorkers:
             complete = [pipeline.arrive(name, mine[name], learning_rate) for pipeline, mine in pairs]
             buckets = [bucket for bucket in complete if bucket is not None]
             if buckets:
-                self._exchange(buckets, reduced)
-        self._end()
+                self._exchange(buckets)
+        self._end(reduced)
         return reduced
 
     def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
-        hosts = self._compression.exchange.hosts(self.number, lambda host: [host] * self.number)
-        settings: dict[str, Any] = {"world": self.number, "averages": self._average, "groups": hosts}
         pipelines, ops = [], host_ops()
         for worker, mine in enumerate(gradients):
-            pipelines.append(Pipeline(ops, self._compression, position=worker, rank=worker, **settings))
+            where: dict[str, Any] = {"world": self.number, "position": worker, "rank": worker}
+            pipelines.append(Pipeline(ops, self._compression, averages=self._average, **where))
             add_buckets(pipelines[-1], mine)
         self.pipelines = pipelines
 
-    def _exchange(self, buckets: Sequence[AnyBucket], reduced: Mapping[str, Array]) -> None:
-        writes: list[Write] = [partial(write_to, reduced)] + [lambda slots, sent: None] * (self.number - 1)
+    def _exchange(self, buckets: Sequence[AnyBucket]) -> None:
         asked = [bucket.begin() for bucket in buckets]
         while asked:
-            each = zip(self.pipelines, buckets, results_of(asked), writes, strict=True)
-            following = [pipe.advance(bucket, result, pipe.divisor, write) for pipe, bucket, result, write in each]
+            each = zip(self.pipelines, buckets, results_of(asked), strict=True)
+            following = [pipeline.advance(bucket, result) for pipeline, bucket, result in each]
             asked = [one for one in following if one is not None]
 
-    def _end(self) -> None:
-        """End the step of all workers. Raise the error of a worker whose own gradient is not finite, if there is one."""
-        errors, warned = [], False
-        for pipeline in sorted(self.pipelines, key=lambda one: not one.fails_here):
-            pipeline.warned |= warned
-            try:
-                pipeline.end_step()
-            except FloatingPointError as error:
-                errors.append(error)
-            warned = pipeline.warned
-        if errors:
-            raise errors[0]
+    def _end(self, reduced: Mapping[str, Array]) -> None:
+        """End the step of all workers. One writes what comes out and warns for all: whose own gradient is not finite."""
+        first = max(self.pipelines, key=Pipeline.knows_why)
+        for pipeline in [first, *(one for one in self.pipelines if one is not first)]:
+            pipeline.take_warnings(first)
+            pipeline.end_step(partial(write_to, reduced) if pipeline is first else lambda slots, sent: None)
 
     def stats(self, worker: int = 0) -> Stats:
         """Compute counts, bytes and residual norms of one worker, of the last step and on average."""
@@ -128,15 +119,9 @@ class VirtualWorkers:
 
 
 def results_of(asked: Sequence[Collective]) -> list[Array]:
-    """Return what each worker gets of a collective that all workers have asked for. Workers may get the same array."""
+    """Return what each worker gets of a collective that all workers have asked for: the same array."""
     messages = [one.message for one in asked]
     kind, world = asked[0].kind, len(asked)
-    if kind == "alltoall":
-        if asked[0].to is not None:
-            return _of_parts(asked)
-        # Worker p gets part p of every message.
-        parts = np.stack(messages).reshape(world, world, -1, *messages[0].shape[1:])
-        return [*np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(world, *messages[0].shape)]
     if kind == "allgather":
         result = np.concatenate(messages)
     else:
@@ -144,14 +129,3 @@ def results_of(asked: Sequence[Collective]) -> list[Array]:
         for message in messages[1:]:
             result += message
     return [result] * world
-
-
-def _of_parts(asked: Sequence[Collective]) -> list[Array]:
-    """Return what each worker gets of an alltoall with parts of different sizes."""
-    parts = [[one.message[:0]] for one in asked]
-    for one in asked:
-        to = np.asarray(one.to)
-        ends = np.cumsum(to)
-        for worker in np.flatnonzero(to).tolist():
-            parts[worker].append(one.message[ends[worker] - to[worker] : ends[worker]])
-    return [np.concatenate(some) for some in parts]

@@ -10,11 +10,8 @@ import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
-from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.public import *
 from horovod_sparse.tensorflow import seam
-from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
-from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
 from horovod_sparse.tensorflow.names import broadcast_variables as broadcast_variables
 

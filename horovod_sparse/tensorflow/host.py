@@ -24,7 +24,7 @@ from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
 from horovod_sparse.core.step import Ending
-from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
+from horovod_sparse.exchange.protocols import Exchange, Reduced, Round
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
@@ -82,8 +82,6 @@ class HostPipeline(Pipeline):
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, kept until the graph takes them."""
-        self._rows: dict[str, Sequence[int] | None] = {}
-        """Bucket -> the rows for each rank in its last collective (`Collective.to`)."""
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
         self._rate: float | None = None
@@ -155,9 +153,7 @@ class HostPipeline(Pipeline):
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
             for bucket in going_on:
                 name, kind = f"{self.number_of(bucket)}.{number}", rounds[bucket.name][number].kind
-                tensor = tensors[bucket.name]
-                to = call_host(self._to, (bucket.name,), [tensor], tf.int32) if kind == "alltoall" else None
-                tensors[bucket.name] = self._collectives.result(kind, tensor, name, to)
+                tensors[bucket.name] = self._collectives.result(kind, tensors[bucket.name], name)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
     def number_of(self, bucket: AnyBucket) -> str:
@@ -218,16 +214,7 @@ class HostPipeline(Pipeline):
         self.arrive_together(
             bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
         )
-        return self._next(bucket, bucket.begin())
-
-    def _next(self, bucket: AnyBucket, collective: Collective) -> NDArray[Any]:
-        self._rows[bucket.name] = collective.to
-        return np.ascontiguousarray(collective.message)
-
-    def _to(self, name: str, message: NDArray[Any]) -> NDArray[np.int32]:
-        """Return how many rows of a bucket's message each rank gets, in an alltoall."""
-        rows = self._rows.get(name)
-        return np.full(self.world, len(message) // self.world, np.int32) if rows is None else np.array(rows, np.int32)
+        return np.ascontiguousarray(bucket.begin().message)
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         bucket = self.bucket_of[name]
@@ -235,7 +222,7 @@ class HostPipeline(Pipeline):
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
-        return self._next(bucket, collective)
+        return np.ascontiguousarray(collective.message)
 
     def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]

@@ -11,7 +11,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -279,9 +278,6 @@ class Reducer(Store):
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
             averages=self.reduction.averages,
-            groups=self.compressor.exchange.hosts(
-                self._process_set.size(), partial(self._collectives.gather_json, name="hosts")
-            ),
         )
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:

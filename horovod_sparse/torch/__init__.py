@@ -18,10 +18,7 @@ from horovod_sparse.torch.hook import comm_hook as comm_hook
 from horovod_sparse.torch.hook import register as register
 
 if stock.module is not None:
-    from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
     from horovod_sparse.torch import seam
-    from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
-    from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
 
     seam.install()
 

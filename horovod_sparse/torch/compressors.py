@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse import compressors
+from horovod_sparse.compressors.checks import check_number
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.torch import stock
+from horovod_sparse.torch.ahead import Ahead
 from horovod_sparse.torch.compiled import tensor_ops
 
 
 class TorchCompressor(BoundCompressor, stock.Compressor):
     """A sparsifier that serves one optimizer or model; its state loads with `torch.load(weights_only=True)`."""
+
+    _ahead: Ahead | None = None
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """Return a new tensor of the same shape and dtype in which all but the selected entries are zero.
@@ -35,18 +42,46 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
-        """Follow a loss scaler: residuals are kept without its scale, and all ranks leave out the same steps.
+        """Keep residuals without the scale of a loss scaler. Call it once, before the first step.
 
-        The usual form then works: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`, with
-        `scaler.unscale_(optimizer)` before the step if reduced gradients are clipped. If any rank's gradient overflows, all
-        ranks skip the update, and residuals, velocities and thresholds are as before the step. This needs a copy of the
-        residuals. The first `scaler.step(optimizer)` calls this by itself if nothing was reduced before it.
+        Without it, what waits has the scale of the step in which it came, and counts for more or less once that has changed.
 
         Raises:
             RuntimeError: the compressor serves no optimizer yet, or its first step is over.
         """
         store: Any = self._bound()
         store.scale_with(scaler)
+
+    @contextmanager
+    def ahead(self, model: nn.Module, coefficient: float) -> Iterator[None]:
+        """A block for forward and backward in which this worker's parameters are `x - c eta e` (detached error feedback).
+
+            with compression.ahead(model, 0.5):
+                loss(model(batch)).backward()
+            optimizer.step()
+
+        e is this rank's residual, eta the learning rate: 1 with `lr_in_residual`, else the optimizer's, which
+        `hvd.DistributedOptimizer` knows and `register` is given (https://arxiv.org/abs/2004.05298). The parameters are back
+        when the block ends, whatever happens in it. It takes the memory of a copy of the parameters.
+
+        Args:
+            model: whose parameters move; the one in `DistributedDataParallel` will do.
+            coefficient: c, in [0, 1].
+
+        Raises:
+            ValueError: the coefficient is not in its range, or nothing tells the learning rate.
+            RuntimeError: parameters were written to within the block; they are what they were before it.
+        """
+        check_number("coefficient", coefficient, "in [0, 1]", lambda c: 0.0 <= c <= 1.0)
+        store: Any = self._store
+        if store is None or not store.active or coefficient == 0.0:
+            yield
+            return
+        if self._ahead is None:
+            self._ahead = Ahead()
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        with self._ahead.block(dict(inner.named_parameters()), coefficient, store.waiting):
+            yield
 
 
 class ChunkTopK(TorchCompressor, compressors.ChunkTopK): ...

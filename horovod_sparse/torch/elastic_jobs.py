@@ -39,7 +39,7 @@ class SparseStateHandler(OptimizerStateHandler):  # type: ignore[misc]  # Horovo
     def reset(self) -> None:
         """Begin again, because the workers have changed. What is kept stays."""
         if self._reducer is not None:
-            self._reducer.give_up()
+            self._reducer.drop_step()
             self._reducer.begin_again(self._reducer.state_dict())
 
 
@@ -47,12 +47,12 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return a worker's state, fitted to that of the first worker, before the first step of changed workers. Blocks.
 
     A worker keeps its residuals while others come and go. A new worker (None) begins with zero, and with the first worker's
-    thresholds and lengths of updates. The residuals of a worker that has left are lost.
+    thresholds. The residuals of a worker that has left are lost.
     """
     kept = state or empty_state()
     shared = None
     if mpi_ops.rank() == 0:
-        shared = {part: kept[part] for part in ("adaptive", "learning_rates", "updates") if part in kept}
+        shared = {part: kept[part] for part in ("adaptive", "learning_rates") if part in kept}
         shared |= {part: {name: list(array.shape) for name, array in kept[part].items()} for part in ARRAYS}
     first = gather_json(shared, "horovod_sparse.align", mpi_ops.global_process_set)[0]
     shapes = {part: first.pop(part) for part in ARRAYS}

@@ -1,23 +1,24 @@
 """Reduces the gradients of a model that `fully_shard` has sharded, between the replicas of each shard. No Horovod.
 
 FSDP averages gradients over the ranks that hold one replica of the model together. It leaves a shard of each gradient on each
-rank. The ranks that hold the same shard of different replicas exchange it here, before the optimizer steps.
+rank. The ranks that hold the same shard of different replicas exchange it here, when FSDP has ended its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.ddp import check_fit, replace_step
+from horovod_sparse.torch.ddp import check_fit
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
@@ -33,7 +34,7 @@ class ShardedReducer(GroupReducer):
         replicas: Group,
         mesh: DeviceMesh,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._parts = held(names)
@@ -43,82 +44,59 @@ class ShardedReducer(GroupReducer):
         self.shards = shards_of(mesh, next(iter(self._parts.values())).device)
         self._place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         """Which shard of each parameter is here."""
-        self._is_new = self._synchronized = False
-        """Whether backward has made gradients since the last step, and whether they are reduced."""
-        for parameter in names:
+        self._used_whole: set[Tensor] = set()
+        """The parameters of the model that have got a gradient in this backward pass."""
+        self._used = set()
+        for parameter in names if self.active else ():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                # The hooks keep this object alive, as long as the model lives.
+                parameter.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
 
-    def _note_gradient(self, _: Tensor) -> None:
-        self._is_new, self._synchronized = True, False
-
-    # --- a step ---
-
-    def step(
-        self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, reduce: Callable[[], None] | None = None
-    ) -> Any:
-        if hasattr(self.optimizer, "grad_scale"):
-            raise RuntimeError(
-                "optimizer must be stepped without a GradScaler where fully_shard has sharded the model: replicas would leave "
-                "out different steps; use bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which needs no scaler"
-            )
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        try:
-            # `torch.distributed.checkpoint` makes steps without anything, so that the optimizer has a state.
-            if self._is_new or any(float(group["lr"]) for group in self.optimizer.param_groups):
-                super().step(own_step, None, self.synchronize)
-            else:
-                self._step_locally(own_step)
-        finally:
-            self._is_new = self._synchronized = False
-            for part in self._parts.values():
-                part.grad = None
-        return loss
+    def note(self, parameter: Tensor) -> None:
+        """Note that a parameter has got a gradient. With the first one of a backward pass, have its end noticed."""
+        if not self._used_whole:
+            # FSDP has queued its own end before.
+            Variable._execution_engine.queue_callback(self.end_backward)
+        self._used_whole.add(parameter)
 
     @uncompiled
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Reduce the gradients now, for instance to clip them. The step that follows does not reduce them again.
-
-        Where updates are exchanged, gradients stay as they are.
-        """
-        self.restore_moved()
-        there = self._synchronized and any(one.grad is not None for one in self._parts)
-        if there or self.updates is not None or not self.active:
-            return
-        self.reduce_all(lambda: self._of_all(self._gradients()))
-        self._synchronized = True
-        self.note_reduced()
-
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return this rank's shards of the gradients. What replicas have not used has a gradient of zeros, on all of them."""
-        found = {}
+    def end_backward(self) -> None:
+        """Reduce the gradients. FSDP has ended its backward pass."""
         follow(self._parts)
-        for parameter, part in self._parts.items():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if part.numel():
-                    found[part] = part.grad = local_part(parameter.grad)
-        return found
-
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        return super()._gradient(parameter) if parameter.requires_grad else None
-
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
-        follow(self._parts)
-        super()._reduce_updates({self._parts[parameter]: drift for parameter, drift in drifts.items() if drift.numel()})
+        used, self._used = self._used_whole, {part for whole, part in self._parts.items() if whole in self._used_whole}
+        idle, trained = {}, {}
+        for whole, part in self._parts.items():
+            if not whole.requires_grad or not part.numel():
+                continue
+            if whole not in used:
+                idle[whole] = None if whole.grad is None else whole.grad.clone()
+            if whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+            trained[part] = local_part(whole.grad)
+        try:
+            self._step.gradients.update(self._of_all(trained))
+            self._complete()
+        finally:
+            used.clear()
+        for whole, before in idle.items():
+            # As with a dense average, what no replica has used keeps what it had.
+            if whole.grad is not None and not local_part(whole.grad).any():
+                whole.grad = before
 
     # --- settings and state ---
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the parts that are here."""
-        return [
-            {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
-            for group in self.optimizer.param_groups
-        ]
+        return (
+            []
+            if self.optimizer is None
+            else [
+                {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
+                for group in self.optimizer.param_groups
+            ]
+        )
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
         return {**super()._describe(new), "shard": self._place, "averages": str(self._averages)}
@@ -126,21 +104,15 @@ class ShardedReducer(GroupReducer):
     @property
     def _averages(self) -> bool:
         """Whether FSDP averages, too. With a factor of the user's own, it divides by that alone."""
-        if self.updates is not None:
-            return True
         factors = {group.gradient_divide_factor for module in self._modules for group in _parameter_groups(module)}
         if len(factors) > 1:
             raise ValueError(f"set_gradient_divide_factor must be called for all modules alike, got {factors}")
         return factors == {None}
 
-    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
-        raise RuntimeError("scale_with must not be called where fully_shard has sharded the model; use bfloat16")
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "shard": self._place}
 
-    def check_unit(self, state: Mapping[str, Any]) -> None:
-        super().check_unit(state)
+    def check_place(self, state: Mapping[str, Any]) -> None:
         theirs = state.get("shard", "a model that is not sharded")
         if theirs != self._place:
             raise ValueError(
@@ -152,28 +124,19 @@ class ShardedReducer(GroupReducer):
 def register_sharded(
     model: nn.Module, compression: TorchCompressor, optimizer: torch.optim.Optimizer | None, replicate: Any
 ) -> None:
-    """Let `compression` reduce the gradients, or the updates, of a model that `fully_shard` has sharded: see `register`."""
+    """Let `compression` reduce the gradients of a model that `fully_shard` has sharded: see `register`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     mesh = mesh_of(model, names)
     replicas = replicas_of(replicate, mesh, local_part(next(iter(names))).device)
-    if optimizer is None:
-        raise ValueError(
-            "optimizer must be given for a model of fully_shard, whose gradients are exchanged when it steps; call "
-            "register(model, compression, optimizer, replicate=mesh['replicate'])"
-        )
     check_memory({local_part(parameter): name for parameter, name in names.items()})
-    updates, _ = check_fit(compression, optimizer, names)
-    reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
-    # Its class has neither of these attributes.
-    served: Any = optimizer
-    # As the optimizers of Horovod have it.
-    served.synchronize = reducer.synchronize
-    if not reducer.active:
-        return
-    # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
-    served._step_supports_amp_scaling = True
-    reducer.serve(optimizer.step, names, updates=updates)
-    replace_step(optimizer, reducer.step)
+    check_fit(compression, optimizer, names)
+    hooks = [hook for one in names for hook in (getattr(one, "_post_accumulate_grad_hooks", None) or {}).values()]
+    if any(isinstance(getattr(hook, "__self__", None), ShardedReducer) for hook in hooks):
+        raise RuntimeError(
+            "model must have no compression yet, but register was called for it before; call compression.reset() of the one "
+            "that it has to begin anew"
+        )
+    ShardedReducer(compression, replicas, mesh, model, optimizer)
 
 
 def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:

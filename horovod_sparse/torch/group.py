@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +34,6 @@ class Group:
         ValueError: there is no process group, or this rank is not in it.
     """
 
-    recovers = False
-    """Whether ranks can go on after one of them has raised, or after messages that did not fit together."""
-
     def __init__(self, group: Any, device: torch.device) -> None:
         if not dist.is_initialized():
             raise ValueError("there is no process group; call torch.distributed.init_process_group first")
@@ -52,18 +47,13 @@ class Group:
 
     def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
         message: Tensor = collective.message.contiguous()
-        result = message
         where: dict[str, Any] = {"group": self.group, "async_op": True}
-        if collective.kind != "allreduce":
-            rows = self.world * len(message) if collective.kind == "allgather" else len(message)
-            result = message.new_empty((rows if collective.of is None else sum(collective.of), *message.shape[1:]))
-        if collective.kind == "allreduce":
-            work = dist.all_reduce(message, **where)
-        elif collective.kind == "allgather":
+        if collective.kind == "allgather":
+            result = message.new_empty((self.world * len(message), *message.shape[1:]))
             work = _all_gather(result, message, **where)
         else:
-            to, of = (None if rows is None else [*rows] for rows in (collective.to, collective.of))
-            work = dist.all_to_all_single(result, message, of, to, **where)
+            result = message
+            work = dist.all_reduce(message, **where)
 
         def wait() -> Tensor:
             work.wait()
@@ -72,30 +62,14 @@ class Group:
         return wait
 
     def everyone(self, value: Any) -> list[Any]:
-        return self.ask(value)()
+        return [json.loads(line) for line in self._tell(json.dumps(value).encode("ascii"), _ROOM)]
 
-    def ask(self, value: Any) -> Callable[[], list[Any]]:
-        """Start what `everyone` does."""
-        wait = self._ask(json.dumps(value).encode("ascii"), _ROOM)
-        return lambda: [json.loads(line) for line in wait()]
-
-    def _ask(self, line: bytes, room: int) -> Callable[[], list[bytes]]:
+    def _tell(self, line: bytes, room: int) -> list[bytes]:
         part = torch.frombuffer(bytearray(line[:room].ljust(room, b"\0")), dtype=torch.uint8)
-        wait = self.start(Collective("allgather", part.to(self.device)))
-
-        def result() -> list[bytes]:
-            lines = [one.numpy().tobytes().rstrip(b"\0") for one in wait().view(self.world, room).cpu()]
-            if max(map(len, lines)) < room:
-                return lines
-            # What is compared before the first exchange is long.
-            rest = self._ask(line[room:], 16 * room)()
-            return [one + more for one, more in zip(lines, rest, strict=True)]
-
-        return result
-
-    def together(self, *, goes_on: bool = False) -> AbstractContextManager[None]:
-        """Return a block that all ranks enter. If it `goes_on`, the next block waits for what was started in this one."""
-        return nullcontext()
-
-    def give_up(self) -> None:
-        """Tell the other ranks that this one has left a block by an exception; it must end if it cannot tell them."""
+        parts = self.start(Collective("allgather", part.to(self.device)))().view(self.world, room).cpu()
+        lines = [one.numpy().tobytes().rstrip(b"\0") for one in parts]
+        if max(map(len, lines)) < room:
+            return lines
+        # What is compared before the first exchange is long.
+        rest = self._tell(line[room:], 16 * room)
+        return [one + more for one, more in zip(lines, rest, strict=True)]

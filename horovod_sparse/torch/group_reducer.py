@@ -1,20 +1,19 @@
 """Reduces gradients over a group of ranks, in one order on all of them. Never imports Horovod.
 
-Where gradients come from is left to others: DDP's hook (`ddp`) and local updates (`contrib.torch_local`).
+Where gradients come from is left to others: DDP's hook (`ddp`), FSDP (`fsdp`) and local updates (`contrib.torch_local`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
+from horovod_sparse.core.agreement import compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -32,10 +31,6 @@ class GroupReducer(TensorReducer):
     _transport: Group
     shards: Sequence[Group] = ()
     """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
-    agrees = False
-    """Whether another rank has still to agree, and this one takes part, though it has."""
-    compared = False
-    """Whether the ranks have compared the number of a step before it begins."""
 
     def __init__(
         self,
@@ -49,90 +44,35 @@ class GroupReducer(TensorReducer):
         self.optimizer = optimizer
         self._transport = transport
         self._given_names = names
-
-    def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-        """Replace all gradients, which `prepare` returns, by their means over the ranks. All ranks call this together."""
-        self.start_all(prepare)
-        return self.finish_all()
-
-    def start_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
-        """Start to reduce what `prepare` returns, and return it; it is as it was until `finish_all`."""
-        with self._together(goes_on=True):
-            gradients = prepare()
-            self._step.gradients.update(gradients)
-            if self.active:
-                self._take_all()
-            self.in_flight = True
-        return gradients
-
-    def finish_all(self) -> dict[Tensor, Tensor]:
-        """Wait for what was started, and return the means, in the memory of the gradients."""
-        gradients = self._step.gradients
-        with self._together():
-            if self.active:
-                self._complete()
-            self._step, self.in_flight = Step(), False
-        if self.pipeline is not None:
-            self.pipeline.end_step()
-        return gradients
-
-    @contextmanager
-    def _together(self, *, goes_on: bool = False) -> Iterator[None]:
-        """A block that all ranks enter. If it raises, the step is given up."""
-        try:
-            with self._transport.together(goes_on=goes_on):
-                yield
-        except BaseException:
-            self._transport.give_up()
-            self.give_up()
-            raise
-
-    def give_up(self) -> None:
-        self._step, self.in_flight = Step(), False
-        if self.pipeline is not None:
-            self.pipeline.abort()
-
-    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
-        numbers, self._step.numbers = self._step.numbers, None
-        if numbers is not None:
-            # Before the first exchange of a step: if the ranks are in different steps, all raise.
-            check_steps(numbers().tolist(), self._transport.rank)
-        return super()._start(bucket, collective)
+        self._used: set[Tensor] | None = None
+        """The parameters that have got a gradient in this step; None if all have."""
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._step.gradients[parameter] if self._used is None or parameter in self._used else None
+
+    def _target(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
-        self.reduce_all(lambda: self._of_all(self.grown(drifts)))
-
-    def _begin_step(self) -> None:
-        pipeline = self.pipeline
-        assert pipeline is not None
-        if not (self._step.begun or self.compared) and pipeline.buckets and self.compressor.changes:
-            # Others learn this step's number before its messages, and while gradients are added up.
-            number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int32)
-            self._step.numbers = self._transport.start(Collective("allgather", number))
-        super()._begin_step()
-
     def _take_all(self) -> None:
-        if self.pipeline is None or self.agrees:
+        if self.pipeline is None:
             self._agree([*self._step.gradients])
         super()._take_all()
 
     def _complete(self) -> None:
-        self._take_all()
-        if self._step.check is not None:
-            self._step.check()
-        super()._complete()
-        self._step = Step()
+        try:
+            super()._complete()
+        finally:
+            self._step = Step()
+            if self._used is not None:
+                self._used.clear()
 
     def _fail_together(self, pipeline: Pipeline) -> None:
         if self.shards:
             failed = torch.tensor([int(pipeline.fails)], device=self.shards[0].device)
             for shards in self.shards:
                 failed = shards.start(Collective("allreduce", failed))()
-            if failed.item() and not pipeline.fails:
-                pipeline.note_not_finite("some parameter in another shard")
+            if failed.item():
+                pipeline.fail()
 
     def _agree(self, parameters: Sequence[Tensor]) -> None:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
@@ -144,11 +84,6 @@ class GroupReducer(TensorReducer):
         mine = self._describe(new)
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
-        if self.agrees:
-            agree_on_states(lambda: None, group)
-            self.compressor.exchange.hosts(group.world, group.everyone)
-            self.agrees = False
-            return
         self._extend(new)
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:

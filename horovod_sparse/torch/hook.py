@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.ddp import DDPReducer, check_fit, replace_step
+from horovod_sparse.torch.ddp import DDPReducer, check_fit
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -25,8 +25,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
 
     The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
-    another group, with `lr_in_residual` or `momentum`, to exchange updates (also with Adam), and to load a state
-    before the first step, use `register`.
+    another group, with `lr_in_residual` or `ahead`, and to load a state before the first step, use `register`.
 
     Args:
         state: a compressor of this module; each model needs its own.
@@ -36,7 +35,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         TypeError: `state` is not a compressor of this module, or the model is in FSDP.
         ValueError: the compressor serves another model or optimizer, or needs the optimizer, a parameter has sparse
             gradients, or ranks have different settings or parameters.
-        FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
+        RuntimeError: on every other rank, after the step, if one has given the step up after an exception.
     """
     check_kind(state, TorchCompressor, "horovod_sparse.torch", stock=False)
     _check_bucket(bucket)
@@ -54,23 +53,21 @@ def register(
     *,
     replicate: Any = None,
 ) -> None:
-    """Let `compression` reduce the gradients of a model, or its optimizer's updates, by its names.
+    """Let `compression` reduce the gradients of a model, by the names of its parameters.
 
         model = DistributedDataParallel(model)
-        register(model, SIDCo(ratio=0.001), optimizer)
+        register(model, SIDCo(ratio=0.001))
 
         fully_shard(model, mesh=mesh["shard"])
-        register(model, SIDCo(ratio=0.001), optimizer, replicate=mesh["replicate"])
+        register(model, SIDCo(ratio=0.001), replicate=mesh["replicate"])
 
     With DDP the ranks are those of its process group, and gradients are exchanged while backward goes on. With
-    `fully_shard` they are those of `replicate`, and gradients are exchanged in `optimizer.step()`, or before it in
-    `optimizer.synchronize()`.
+    `fully_shard` they are those of `replicate`, and gradients are exchanged at the end of backward.
 
     Args:
         model: whose gradients are reduced. Call this on every rank, before the first step.
         compression: a compressor of this module; each model needs its own.
-        optimizer: the model's, which is checked. `lr_in_residual`, `momentum`, `updates` and `fully_shard` need it. If updates
-            are exchanged, its `step` does so.
+        optimizer: the model's, which is never changed. `lr_in_residual` and `ahead` take the learning rate from it.
         replicate: with `fully_shard`, the mesh of one dimension, or the process group, of the ranks with the same shard.
 
     Raises:
@@ -92,7 +89,7 @@ def register(
             f"replicate must be left out with DistributedDataParallel, whose process group has all replicas, got {replicate!r}"
         )
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    updates, moves = check_fit(compression, optimizer, names)
+    check_fit(compression, optimizer, names)
     check_memory(names)
     group = Group(model.process_group, next(iter(names)).device)
     try:
@@ -102,17 +99,13 @@ def register(
             "model must have no communication hook yet, and DistributedDataParallel takes only one; call register once for "
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
-    reducer = DDPReducer(compression, group, names, optimizer)
-    reducer.finds_unused = model.find_unused_parameters and not model.static_graph
-    if optimizer is not None:
-        reducer.serve(optimizer.step, names, updates=updates, moves=moves)
-        if reducer.updates is not None or reducer.momentum is not None:
-            replace_step(optimizer, reducer.step)
+    finds_unused = model.find_unused_parameters and not model.static_graph
+    DDPReducer(compression, group, names, optimizer, finds_unused=finds_unused)
 
 
 def _check_bucket(bucket: object) -> None:
     if not isinstance(bucket, GradBucket):
-        why = "For a model of fully_shard, call register(model, compression, optimizer, replicate=mesh['replicate'])"
+        why = "For a model of fully_shard, call register(model, compression, replicate=mesh['replicate'])"
         if isinstance(bucket, tuple):
             # DDP's other reducer hands over a gradient and its parameter.
             why = (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core import agreement
-from horovod_sparse.torch.compressors import TorchCompressor
 
 _PART = 2**20
 """So many words of a parameter are added up at a time, so that little memory is needed."""
@@ -45,22 +45,17 @@ def follow(parts: Mapping[Tensor, Tensor]) -> None:
 
 
 def description(
-    compressor: TorchCompressor, named: Mapping[Tensor, str], groups: Sequence[Mapping[str, Any]]
+    compressor: Compressor, named: Mapping[Tensor, str], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, str | list[str]]:
     """Return what must be equal on all ranks, whatever connects them: settings, parameters, and what `groups` say of both."""
     found: dict[str, str | list[str]] = {
         "release": agreement.RELEASE,
         "compression": repr(compressor),
-        "updates": str(None if compressor.store is None else compressor.store.updates),
-        "undoes failed steps": str(compressor.store is not None and compressor.store.undoes),
         "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()],
     }
-    if compressor.in_updates:
+    if compressor.lr_in_residual:
         # Residuals are in units of the update, which depends on these settings.
         found["lr"] = [str(float(group["lr"])) for group in groups]
-        found["momentum"] = [str(group.get("momentum")) for group in groups]
-    if compressor.momentum_correction is not None:
-        found["momentum before the selection"] = repr(compressor.momentum_correction)
     return found
 
 

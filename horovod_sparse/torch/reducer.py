@@ -1,15 +1,15 @@
 """Reduces the gradients of a wrapped optimizer whose compression is one of ours.
 
 Hooks give a reducer gradients while backward goes on, and never wait for another rank. `synchronize` waits, once. It reduces
-whole steps: the first, before which the ranks compare their settings, one after a step that was given up, and every step of a
-compressor that must see all gradients first. Where updates are exchanged, it follows the optimizer's own (`movement.Updates`).
+whole steps: the first, before which the ranks compare their settings, and every step of a compressor that must see all
+gradients first.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,28 +17,19 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.weak import TensorWeakRef
 
-from horovod_sparse.core.agreement import (
-    check_dampening,
-    check_momentum,
-    check_sparse,
-    compare,
-    exchanges_updates,
-    is_elastic,
-    op_name,
-    warn_of_values,
-)
+from horovod_sparse.core.agreement import check_momentum, check_sparse, compare, is_elastic, op_name, warn_of_values
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.movement import are_finite
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
-from horovod_sparse.torch.store import WITH_SCALER, Routes, TensorReducer
-from horovod_sparse.torch.unchanged import first_changed, hand_over
+from horovod_sparse.torch.store import Routes, TensorReducer
+from horovod_sparse.torch.unchanged import Handed, first_changed
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _agreed: Counter[tuple[int, ...]] = Counter()
@@ -57,18 +48,17 @@ class Reducer(TensorReducer):
 
     _transport: Collectives
 
-    def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
+    def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         super().__init__(compressor)
         self.optimizer = optimizer
         self._process_set = optimizer.process_set
         self._groups, self._sparse_as_dense = optimizer._p_to_group, optimizer.sparse_as_dense
         self.active = self._process_set.included() and compresses(self._process_set.size())
-        updates = exchanges_updates(compressor, optimizer.param_groups)
-        self.serve(own_step, optimizer._parameter_names, updates=updates)
         self._forget_workers()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
-        optimizer.register_step_pre_hook(self._note_step)
+        self._reduced: dict[Tensor, TensorWeakRef] = {}
+        """The gradients that the last reduction has left in `.grad`."""
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -81,55 +71,42 @@ class Reducer(TensorReducer):
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
         """Continue with `state` when the workers of an elastic job have changed. Never waits for other ranks."""
-        self.give_up()
+        self.drop_step()
         self._forget_workers()
-        self._frozen.clear()
         super().load_compression_state(empty_state() if state is None else state)
 
-    def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
-        """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
-        if self.updates is not None:
-            return False
-        if self.pipeline is None and self.scaler is None and not self.optimizer._synchronized:
-            self.scale_with(scaler)
-        return self.scaler is scaler
+    def drop_step(self) -> None:
+        """Forget the step that has begun, on this rank alone."""
+        self._step = Step()
+        if self.pipeline is not None:
+            self.pipeline.abort()
+        self._restore_hooks()
+        self.optimizer._synchronized = False
 
-    # --- gradients in: called from hooks, never waits for another rank ---
+    # --- gradients in: called from hooks, never waits for another rank unless backward was interrupted ---
 
     def _note_backward(self, parameter: Tensor) -> None:
         """Note that a gradient comes from the backward pass that goes on. Give up a step that an earlier one has not ended."""
-        number, gradient = torch._C._current_graph_task_id(), parameter.grad
+        number = torch._C._current_graph_task_id()
         # Compiled passes have no number.
-        if number >= 0 and number not in self._passes:
-            handed = self._step.handed.get(parameter)
-            # If the gradient was added to the one that was handed over, stock Horovod raises.
-            if handed is None or handed.gradient is not gradient:
-                self.end_interrupted()
-                parameter.grad = gradient
+        if number < 0 or number in self._passes:
+            return
+        handed = self._step.handed.get(parameter)
+        # If the gradient was added to the one that was handed over, stock Horovod raises.
+        if handed is None or handed.gradient is not parameter.grad:
+            self.end_interrupted()
 
-            def ended() -> None:
-                self._passes.pop(number, None)
-                self.restore_moved()
+        def ended() -> None:
+            self._passes.pop(number, None)
 
-            self._passes[number] = weakref.ref(ended)
-            Variable._execution_engine.queue_callback(ended)
-
-    def _note_step(self, *arguments: Any) -> None:
-        # Without synchronize the step has not ended: stock Horovod refuses that in zero_grad.
-        self._step.ending = bool(self._step.handed) and self.optimizer._should_synchronize
+        self._passes[number] = weakref.ref(ended)
+        Variable._execution_engine.queue_callback(ended)
 
     def end_interrupted(self) -> None:
-        """Give up a step of which backward, or `step` of the optimizer, has ended with an exception."""
-        if self._step.ending or any(held() is None for held in self._passes.values()):
+        """Give up a step of which a backward pass has ended with an exception."""
+        if any(held() is None for held in self._passes.values()):
             self._passes.clear()
-            self._give_up_step()
-
-    def update_failed(self, error: BaseException) -> None:
-        """Give up the step in which `step` of the optimizer has raised. Other ranks may have made it."""
-        if self.optimizer._handles:
-            self._give_up_step()
-        elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
-            self._transport.take_back_step(self._transport.steps - 1)
+            self.give_up()
 
     def submit(self, parameter: Tensor) -> None:
         """Record what backward has made. After the step's last pass, take the gradient at once unless it is held back."""
@@ -146,131 +123,117 @@ class Reducer(TensorReducer):
         optimizer._allreduce_delay[parameter] = left
         # As stock hooks do. Only that there is something matters.
         optimizer._handles[parameter] = None, None
-        if left or not self.active or self.updates is not None:
+        if left or not self.active:
             return
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            try:
-                self._step.handed[parameter] = hand_over(parameter.grad)
-                held_back = self.pipeline is None or self.compressor.holds_back or self._transport.given_up
-                name = None if held_back else self._routes.names.get(parameter)
-                if name is not None:
-                    self._begin_step()
-                    self._take(parameter, name)
-            except BaseException:
-                self._give_up_step()
-                raise
+            self._step.handed[parameter] = Handed.of(parameter.grad)
+            held_back = self.pipeline is None or self.compressor.holds_back
+            name = None if held_back else self._routes.names.get(parameter)
+            if name is not None:
+                self._begin_step()
+                self._take(parameter, name)
 
     def _take_sparse(self, parameter: Tensor) -> None:
-        trained = parameter.grad is not None and parameter.requires_grad
-        gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
-        assert gradient is not None
+        gradient = parameter.grad if self._is_new(parameter) else None
+        if gradient is None:
+            gradient = empty_sparse(parameter.shape, parameter)
         op = mpi_ops.Average if self._averages else mpi_ops.Sum
         self._step.sparse[parameter] = self._transport.start_sparse(gradient, self._routes.names[parameter], op)
 
     @property
     def _averages(self) -> bool:
-        return self.updates is not None or bool(self.optimizer.op == mpi_ops.Average)
+        return bool(self.optimizer.op == mpi_ops.Average)
+
+    def _is_new(self, parameter: Tensor) -> bool:
+        """Return whether a gradient is there that backward, or the user, has made since the last reduction."""
+        if parameter.grad is None or not parameter.requires_grad:
+            return False
+        return parameter in self._step.handed or self._is_given(parameter)
+
+    def _is_given(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's gradient is another tensor than the one that the last reduction has left."""
+        reduced = self._reduced.get(parameter)
+        return parameter.grad is not None and (reduced is None or reduced() is not parameter.grad)
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        gradient = parameter.grad
+        if gradient is None or not self._is_new(parameter):
+            return None
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     def _target(self, parameter: Tensor) -> Tensor | None:
         if not parameter.requires_grad:
             return None
         if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
-
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        gradient = parameter.grad
-        if gradient is None or not parameter.requires_grad:
-            return None
-        return gradient.to_dense() if gradient.is_sparse else gradient
 
     # --- reduced gradients out ---
 
-    def synchronize(self) -> None:
-        """Do as `reduce`. Where updates are exchanged, the gradients stay as they are."""
-        self.restore_moved()
-        if self.updates is None:
-            self.reduce()
-            return
-        self._restore_hooks()
-        self.optimizer._synchronized = True
-
-    def step_alone(self, step: Callable[[], Any]) -> Any:
-        """Do as the base says. As with stock Horovod, what this worker has not used has gradients of zeros, and so a state."""
-        takes_sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
-        for one in self._reduced():
-            if one.grad is None and one.requires_grad:
-                one.grad = empty_sparse(one.shape, one) if takes_sparse else torch.zeros_like(one)
-        return super().step_alone(step)
-
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
-        self.optimizer._synchronized = False
-        self.grown(drifts)
-        self.reduce()
-
     @uncompiled
     @torch.no_grad()
-    def reduce(self) -> None:
+    def synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         optimizer = self.optimizer
         if optimizer._synchronized and not optimizer._handles:
-            there = (one.grad for one in self._reduced() if one.grad is not None)
-            if any(one.is_sparse or one.any() for one in there):
-                return
-        if self.active:
-            try:
-                self._prepare()
-                if self.pipeline is not None:
-                    self._transport.clear_up()
-                    self._complete()
-                    self._end_sparse(self.pipeline)
-            except BaseException:
-                self._give_up_step()
-                if self._transport.told:
-                    # The rank that has told this one waits for it now, and goes on with the same step as this one.
-                    self._transport.clear_up()
-                raise
-        steps = self._transport.steps
+            return
         try:
-            self._transport.end_step()
+            if self.active:
+                self._prepare()
+            if self.pipeline is not None:
+                self._complete()
+        finally:
             self._step = Step()
             self._restore_hooks()
-            optimizer._synchronized = True
-            if self.pipeline is not None:
-                self._end_step(self.pipeline)
-        except FloatingPointError:
-            raise
-        except BaseException:
-            self._give_up_step()
-            self._transport.take_back_step(steps)
-            raise
-        if self.pipeline is not None and self.scaler is None:
-            self.note_reduced()
+        optimizer._synchronized = True
 
     def _prepare(self) -> None:
-        """Agree on new parameters."""
+        """Take what has not been taken, after the ranks have agreed on new parameters. If this raises, the others are told."""
         try:
+            self.end_interrupted()
             self.check_unchanged()
             self._adopt()
             if len(self._routes.names) < len(self.optimizer._requires_update):
                 self._extend_routes()
+            if self.pipeline is not None:
+                self._take_all()
         except BaseException:
+            if self.pipeline is not None:
+                # Now all ranks reduce: the others wait for this one's part, also if none has begun.
+                self._begin_step()
             self.give_up()
             raise
 
-    def _end_sparse(self, pipeline: Pipeline) -> None:
+    def _fail_together(self, pipeline: Pipeline) -> None:
+        """Wait for the sparse gradients, too. If one is not finite, the step fails."""
         for parameter, wait in self._step.sparse.items():
-            reduced = wait()
+            reduced: Any = wait()
             if not pipeline.ops.all_finite(reduced._values()):
-                pipeline.note_not_finite(f"parameter {self._routes.names[parameter]!r}")
+                pipeline.fail([self._routes.names[parameter]])
             if parameter.requires_grad:
                 parameter.grad = reduced
+
+    def _complete(self) -> None:
+        stale = {
+            parameter: parameter.grad for parameter in self._routes.in_buckets.values() if self._is_stale(parameter)
+        }
+        before = {parameter: gradient.clone() for parameter, gradient in stale.items() if gradient is not None}
+        super()._complete()
+        for parameter, gradient in before.items():
+            # As with a dense average, what no rank has used in this step keeps what it had.
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad.copy_(gradient)
         for parameter in self._routes.sparse_as_dense:
             # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
             if parameter.requires_grad:
                 assert parameter.grad is not None
                 parameter.grad = parameter.grad.to_sparse()
+        self._reduced = {one: TensorWeakRef(one.grad) for one in self._routes.names if one.grad is not None}
+
+    def _is_stale(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has a gradient of an earlier step, and none of this one."""
+        return parameter.grad is not None and not parameter.grad.is_sparse and not self._is_new(parameter)
 
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
@@ -280,55 +243,28 @@ class Reducer(TensorReducer):
         optimizer._handles.clear()
 
     def give_up(self) -> None:
-        """Give up a step that all ranks reduce now: the others wait for this one's part, also if none has begun."""
-        self._give_up_step()
-        # Before the first agreement there is nothing that could tell them.
-        self._transport.given_up = self.pipeline is not None
-
-    def _give_up_step(self) -> None:
-        """Forget the step that has begun, so that the next can begin. Never waits for other ranks.
-
-        Collectives that are under way are kept, and ended before anything else is started. Gradients that were taken are in
-        the residuals or in messages. They are removed from `.grad`, so that none is taken twice.
-        Gradients that waited to be taken together stay in `.grad`.
-        """
-        step, self._step = self._step, Step()
-        if step.begun:
-            self._transport.given_up = True
-        gone = step.taken - step.waiting
-        for parameter, name in self._routes.names.items() if gone else ():
-            if name in gone and parameter.requires_grad:
-                parameter.grad = None
-        if self.pipeline is not None:
-            self.pipeline.abort()
-        self._restore_hooks()
-        self.optimizer._synchronized = False
-
-    @uncompiled
-    def check_not_left_out(self) -> None:
-        """Give up the step and raise RuntimeError if a GradScaler seems to have left it out on this rank alone."""
-        self.check_unchanged()
-        if not are_finite([one.gradient for one in self._step.handed.values() if one.gradient is not None]):
-            self._give_up_step()
-            raise RuntimeError(
-                f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and a gradient holds NaN or "
-                f"infinity: other ranks may have stepped. {WITH_SCALER}"
-            )
+        step, pipeline = self._step, self.pipeline
+        if pipeline is not None and step.begun and not pipeline.is_broken:
+            for name in self.sparse:
+                if name not in step.taken:
+                    self._take_sparse(next(one for one, known in self._routes.names.items() if known == name))
+            for wait in step.sparse.values():
+                wait()
+        super().give_up()
+        self.drop_step()
 
     def check_unchanged(self) -> None:
-        """Give up the step and raise RuntimeError if a gradient was changed after it had been handed over."""
+        """Raise RuntimeError if a gradient was changed after it had been handed over."""
         changed = first_changed(self._step.handed)
         if changed is None:
             return
         name = self.optimizer._parameter_names[changed]
-        self._give_up_step()
         raise RuntimeError(
             f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
             "had handed it over, and the change would be lost. Change reduced gradients: call "
             "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
-            "parameter.register_hook(). To clip, pass clip=... to the compressor, which clips before the selection. If a "
-            "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/libraries.md shows where to call "
-            f"optimizer.synchronize() before it does. {WITH_SCALER}"
+            "parameter.register_hook(). If a library clips, unscales or measures gradients (GradScaler, Lightning, Accelerate, "
+            "Transformers), docs/libraries.md shows where to call optimizer.synchronize() before it does"
         )
 
     def parameters_added(self) -> None:
@@ -339,10 +275,7 @@ class Reducer(TensorReducer):
 
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
-        if self.momentum is not None:
-            check_dampening(self.optimizer.param_groups)
-        else:
-            check_momentum(self.compressor, self.optimizer.param_groups)
+        check_momentum(self.compressor, self.optimizer.param_groups)
 
     @torch.enable_grad()
     def _adopt(self) -> None:
@@ -361,20 +294,16 @@ class Reducer(TensorReducer):
                     accumulator.register_hook(optimizer._make_hook(parameter))
                     optimizer._grad_accs.append(accumulator)
 
-    def _reduced(self) -> dict[Tensor, str]:
+    def _served(self) -> dict[Tensor, str]:
         """Return the parameters that are reduced, with their names, in the order of the optimizer."""
         optimizer = self.optimizer
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {one: optimizer._parameter_names[one] for one in parameters if one in optimizer._requires_update}
 
     def _extend_routes(self) -> None:
-        new = {one: name for one, name in self._reduced().items() if one not in self._routes.names}
+        new = {one: name for one, name in self._served().items() if one not in self._routes.names}
         found = self._agree(new)
         sparse_as_dense = self._sparse_as_dense
-        if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
-            # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
-            self.momentum = None
-            self.compressor.move_momentum(0.0, nesterov=False)
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
@@ -384,7 +313,7 @@ class Reducer(TensorReducer):
         """Compare settings and `new` parameters on all ranks. Return which have sparse gradients on some rank. Blocks."""
         optimizer, process_set, number = self.optimizer, self._process_set, self._transport.number
         names = optimizer._parameter_names
-        known_sparse = () if self.deferred is None or self.updates is not None else self.deferred.get("sparse", ())
+        known_sparse = () if self.deferred is None else self.deferred.get("sparse", ())
         mine = {
             **description(self.compressor, new, optimizer.param_groups),
             "optimizer": "new" if number is None else str(number),
@@ -416,7 +345,6 @@ class Reducer(TensorReducer):
     # --- statistics and state: see `Store` ---
 
     def state_dict(self) -> dict[str, Any]:
-        self.end_interrupted()
         if self._step.begun:
             raise RuntimeError(
                 f"rank {mpi_ops.rank()}: state_dict must be called between two steps, got a call after loss.backward(), when "
@@ -427,16 +355,10 @@ class Reducer(TensorReducer):
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         if self.pipeline is None and self.active:
             # Find a wrong state when it is loaded, not in the middle of the first step.
-            self._check(state, self._reduced(), state.get("sparse", ()))
+            self._check(state, self._served(), state.get("sparse", ()))
+        self.give_up()
         super().load_compression_state(state)
-        self._begin_afresh()
 
     def reset(self) -> None:
+        self.give_up()
         super().reset()
-        self._begin_afresh()
-
-    def _begin_afresh(self) -> None:
-        """Give up a step that has begun, because all residuals were replaced, and forget which parameters are frozen."""
-        if self._step.begun:
-            self._give_up_step()
-        self._frozen.clear()

@@ -1,4 +1,4 @@
-"""The one seam to stock Horovod: `_DistributedOptimizer`'s methods, extended in place, and those of PyTorch's `GradScaler`.
+"""The one seam to stock Horovod: those of `_DistributedOptimizer`'s methods that move gradients, extended in place.
 
 `hvd.DistributedOptimizer` copies the methods into a new class at each call, so extending them once reaches every later
 optimizer, however it was imported. Without one of our compressors an extended method does exactly what the stock method does.
@@ -20,7 +20,7 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
-from horovod_sparse.core.agreement import check_arguments, check_optimizer, exchanges_updates
+from horovod_sparse.core.agreement import check_arguments, check_momentum
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release, complete_global_set
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -39,8 +39,6 @@ def install() -> None:
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
     _replace(TorchState, "reset", _reset)
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
-    _replace(torch.amp.GradScaler, "unscale_", _unscale)
-    _replace(torch.amp.GradScaler, "step", _scaler_step)
     # All names of `hvd.join` end here, also those that were imported before.
     _replace(mpi_ops.mpi_lib, "horovod_torch_join", _join)
 
@@ -82,12 +80,11 @@ def _init(stock: Method) -> Method:
             names = {parameter: name for name, parameter in named or ()}
             check_memory({one: names.get(one, "(without a name)") for group in params for one in group["params"]})
             compression.check_free()
-            if not exchanges_updates(compression, params):
-                check_optimizer(compression, type(self).__name__, params)
+            check_momentum(compression, params)
         try:
             stock(*arguments.args, **arguments.kwargs)
             if is_ours:
-                self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
+                self._sparse_reducer = Reducer(self, compression)
         except BaseException:
             # The hooks, of an optimizer that is not there, end with these.
             vars(self).get("_grad_accs", []).clear()
@@ -172,16 +169,8 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
         return loss
 
     try:
-        own_step, whole = _above_horovod(self).step, closure
-        if closure is not None and reducer.momentum is None:
-            if reducer.updates is None:
-                return own_step(reduced_closure)
-            whole = reduced_closure
-        # Stock Horovod warns if the gradients are reduced already, as it reduces them again. This does not.
-        return reducer.step(own_step, whole, self.synchronize if self._should_synchronize else None)
-    except BaseException as error:
-        reducer.update_failed(error)
-        raise
+        # Stock Horovod reduces before the closure is evaluated.
+        return stock(self) if closure is None else _above_horovod(self).step(reduced_closure)
     finally:
         self._synchronized = False
 
@@ -190,7 +179,6 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
 def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
     reducer.end_interrupted()
     if self._handles:
-        reducer.check_not_left_out()
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
             "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
@@ -202,7 +190,6 @@ def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs:
 
 @_if_ours
 def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
-    reducer.end_interrupted()
     if self._handles:
         # Collectives that are under way must finish before the handles are dropped.
         self.synchronize()
@@ -227,35 +214,6 @@ def _join(stock: Method) -> Method:
         return stock(*args)
 
     return extended
-
-
-def _unscale(stock: Method) -> Method:
-    def extended(self: Any, optimizer: Any) -> None:
-        reducer = reducer_of(optimizer) if _is_scaled(self, optimizer) else None
-        if reducer is not None:
-            optimizer.synchronize()
-        stock(self, optimizer)
-        if reducer is not None:
-            reducer.note_reduced()
-
-    return extended
-
-
-def _scaler_step(stock: Method) -> Method:
-    def extended(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_scaled(self, optimizer):
-            return stock(self, optimizer, *args, **kwargs)
-        # The scaler decides by the reduced gradients, which are the same on every rank, whether the step is skipped.
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            return stock(self, optimizer, *args, **kwargs)
-
-    return extended
-
-
-def _is_scaled(scaler: Any, optimizer: Any) -> bool:
-    reducer = reducer_of(optimizer)
-    return reducer is not None and scaler.is_enabled() and reducer.is_scaled_by(scaler)
 
 
 _EXTENSIONS: dict[str, Callable[[Any], Method]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +24,6 @@ class Step:
     """The gradients that backward has handed over, by parameter."""
     begun: bool = False
     """True once gradients are being taken: they are in residuals, or on their way."""
-    ending: bool = False
-    """True once the optimizer's `step` was called."""
     taken: set[str] = field(default_factory=set)
     """The names of the parameters that have been taken, with a gradient or without one."""
     exchanges: dict[str, Wait] = field(default_factory=dict)
@@ -35,15 +32,7 @@ class Step:
     """The gradients of a `GroupReducer`, whose memory gets the reduced ones."""
     promised: list[tuple[Tensor, torch.futures.Future[Tensor]]] = field(default_factory=list)
     """DDP's buckets, and what tells DDP that each is reduced."""
-    numbers: Wait | None = None
-    """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
-    check: Callable[[], None] | None = None
-    """Raises on all of a group's ranks if they differ. It waits for messages that travel beside those of the exchange."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
-    sample: Tensor | None = None
-    """What tells how long an update is (`Lengths`); None if none grows."""
-    lengths: Wait | None = None
-    """Waits for the sums of all ranks' samples."""
     _waiting: defaultdict[str, list[Arrived]] = field(default_factory=lambda: defaultdict(list))
     """The gradients that wait to be taken together, by bucket, and how many bytes they have."""
     _nbytes: Counter[str] = field(default_factory=Counter)
@@ -60,8 +49,3 @@ class Step:
             return []
         self._nbytes[name] = 0
         return self._waiting.pop(name)
-
-    @property
-    def waiting(self) -> set[str]:
-        """The names of the parameters whose gradients wait to be taken together with others."""
-        return {arrived.name for waiting in self._waiting.values() for arrived in waiting}

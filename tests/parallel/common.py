@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from backend import ORACLE
-from driver import dense_sum, exchange, make_pipeline
+from driver import dense_sum, end_step, exchange, make_pipeline
 from torch import Tensor, nn
 from torch.distributed import is_torchelastic_launched
 from torch.nn import functional as F
@@ -36,8 +36,7 @@ BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
 
 COMPRESSORS: dict[str, MakeCompression] = {
-    name: partial(make, adapter)
-    for name, make in makers(0.01, DGC={"momentum": 0.0}, Threshold={"threshold": 0.05}).items()
+    name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()
 }
 
 
@@ -209,7 +208,7 @@ class Oracle:
                 slot = first.bucket_of[name].slots[name]
                 reduced[name] = dense_sum(parts, slot.numel).reshape(slot.shape)
         for pipeline in self.pipelines:
-            pipeline.end_step()
+            end_step(pipeline)
         return reduced
 
 
@@ -235,7 +234,7 @@ def kept(compression: Any) -> str:
     """A digest of what a rank keeps from step to step."""
     state = compression.state_dict()
     arrays = [array for part in ("residuals", "velocities") for _, array in sorted(state[part].items())]
-    return digest(arrays) + str(sorted(state["adaptive"].items())) + str(sorted(state["learning_rates"].items()))
+    return digest(arrays) + str(sorted(state["adaptive"].items()))
 
 
 def assert_identical(model: nn.Module | Iterable[Tensor]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_sparse.core import checkpoint
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import SIDCo, reducer, save_checkpoint
+from horovod_sparse.torch import SIDCo, reducer
 from horovod_sparse.torch.reducer import Reducer
 
 from .common import BUCKET_BYTES, loss_of, small_model, wrap
@@ -23,7 +22,6 @@ from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, before, wait_for
 CALLS: dict[str, tuple[Any, str]] = {
     "exchange": (Reducer, "_start"),
     "agreement": (reducer, "description"),
-    "checkpoint": (checkpoint, "_write"),
     # Horovod's optimizer calls it when gradients have been reduced.
     "optimizer": (torch.optim.SGD, "step"),
 }
@@ -59,7 +57,6 @@ def main(fault: Fault, folder: Path) -> None:
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-        save_checkpoint(folder, step, keep=1, model=model, optimizer=optimizer)
     print("trained to the end")
 
 

@@ -32,7 +32,6 @@ MOMENTS = {
     "synchronize": "while the others wait in `synchronize`",
     "optimizer": "in the optimizer's `step`, after the reduction",
     "agreement": "in the first step, before the ranks compare their settings",
-    "checkpoint": "in `save_checkpoint`, while it writes",
 }
 
 
@@ -91,8 +90,6 @@ FAULTS = [
     Fault("optimizer", "exit"),
     Fault("agreement", "raise"),
     Fault("agreement", "_exit"),
-    Fault("checkpoint", "exit"),
-    Fault("checkpoint", "kill"),
     Fault("exchange", "raise", "tensorflow"),
     Fault("optimizer", "kill", "tensorflow"),
     Fault("agreement", "exit", "tensorflow"),

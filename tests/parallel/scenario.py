@@ -5,13 +5,10 @@ Imports no framework before it is asked for the scenarios.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +29,11 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
 MODULES = {
     "torch": (
-        "training exchange gradients usage wrappers checkpoints scaling policies momentum disagreement "
-        "parameters hierarchical local updates detached compiled programs.laws programs.conservation"
+        "training exchange gradients usage wrappers states scaling policies momentum disagreement "
+        "parameters local detached compiled programs.laws programs.conservation"
     ),
-    "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.checkpoints tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local updates ddp.sharded detached scaling compiled programs.laws programs.conservation",
+    "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.states tf.scaling tf.parameters",
+    "ddp": "ddp.hook momentum local ddp.sharded detached scaling compiled programs.laws programs.conservation",
 }
 """Where the scenarios of a framework are."""
 
@@ -126,15 +123,3 @@ def warned(function: Callable[..., object]) -> list[str]:
         warnings.simplefilter("always")
         function()
     return [str(one.message) for one in caught if "horovod_sparse" in str(one.message)]
-
-
-@contextmanager
-def folder_of(rank: int, everyone: Callable[[Any], list[Any]]) -> Iterator[Path]:
-    """A folder that all ranks see, and that is removed when all have left it. `everyone` returns every rank's value."""
-    made = tempfile.TemporaryDirectory() if rank == 0 else None
-    try:
-        yield Path(everyone(made.name if made else "")[0])
-        everyone(None)
-    finally:
-        if made:
-            made.cleanup()

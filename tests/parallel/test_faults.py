@@ -17,7 +17,7 @@ QUICK = (Fault("synchronize", "kill"), MPI_2)
 """The others are in a collective that the killed rank never joins."""
 
 EVERY = [(fault, LAUNCHES[fault.framework][number // 2 % 2]) for number, fault in enumerate(FAULTS)]
-EVERY = [one for number, one in enumerate(EVERY) if number % 8 in (1, 2, 5)]
+EVERY = [one for number, one in enumerate(EVERY) if number % 8 in (1, 2, 5, 7)]
 """Each moment, and each way to end. `benchmarks/faults.py` starts every fault with both launchers."""
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from horovod_sparse.torch import NoOp, StatsLog, TopK
+from horovod_sparse.torch import NoOp, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -55,23 +52,6 @@ def replicas_stay_identical(make: MakeCompression, granularity: str | int) -> No
     residuals = digest(compression.state_dict()["residuals"].values())
     if compression.ratio < 1.0:
         assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
-
-
-@scenario(MPI_2)
-def a_log_has_every_second_step() -> None:
-    # PyTorch calls such a hook twice in each step of Horovod's optimizer, because its class has a base with a `step`.
-    model, compression = small_model(), COMPRESSORS["SIDCo"]()
-    optimizer = wrap(model, compression)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stats.jsonl"
-        optimizer.register_step_post_hook(StatsLog(compression, path, every=2))
-        train(model, optimizer, range(6))
-        _, *lines = map(json.loads, path.read_text().splitlines())
-    assert compression.stats().steps == compression.steps == 6
-    assert [line["step"] for line in lines] == [2, 4, 6]
-    norms = everyone(lines[-1]["residual_norm"])
-    assert norms[hvd.rank()] == compression.stats().last.total.residual_norm > 0.0
-    assert len(set(norms)) == len(norms), "every rank logs its own"
 
 
 @scenario(

@@ -3,22 +3,19 @@
 Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does.
 """
 
+import importlib as _importlib
 from typing import Any as _Any
 
 import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
-from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.public import *
-from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
-from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
-
-# This also binds `callbacks` to our module; the star import has bound it to Horovod's.
-from horovod_sparse.tensorflow.keras.callbacks import CheckpointCallback as CheckpointCallback
 from horovod_sparse.tensorflow.names import broadcast_variables as broadcast_variables
 
+# This binds `callbacks` to our module; the star import has bound it to Horovod's.
+_importlib.import_module(f"{__name__}.callbacks")
 # Horovod's leaves optimizers of Keras 3 as they are, without a word.
 del globals()["load_model"]
 

@@ -120,11 +120,6 @@ class DistributedApply:
     def __post_init__(self) -> None:
         self._stock_apply = self.optimizer.apply
 
-    @property
-    def passes_under_way(self) -> int:
-        """Number of passes whose gradients are summed and not yet applied."""
-        return 0 if self.accumulator is None else int(self.accumulator.count.numpy())
-
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self.local_variables.add(plain(var).ref())

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, register
+from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, joined, register
 
 from ..common import (
     BUCKET_BYTES,
@@ -347,23 +347,19 @@ def save(folder: Path, mesh: DeviceMesh, model: Any, optimizer: Any, compression
 def load(
     folder: Path, mesh: DeviceMesh, model: Any, optimizer: Any, compression: Any, shard: int | None = None
 ) -> None:
-    """Load what `save` has written for this replica. A new replica takes the state of the first, without its residuals.
+    """Load what `save` has written for this replica. If there are more or fewer now, what has waited in all is joined.
 
     `shard` is the place of the shard whose residuals are loaded; None for this rank's.
     """
     own = folder / f"replica-{replica(mesh)}"
-    is_new = not own.exists()
-    if is_new:
-        own = folder / "replica-0"
+    own = own if own.exists() else folder / "replica-0"
     state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=own, process_group=mesh["shard"].get_group())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     place = mesh.get_local_rank("shard") if shard is None else shard
-    kept = torch.load(own / f"compression-{place}.pt", weights_only=True)
-    if is_new:
-        for residual in kept["residuals"].values():
-            residual.zero_()
-    compression.load_state_dict(kept)
+    files = sorted(folder.glob(f"replica-*/compression-{place}.pt"))
+    files = [own / files[0].name] if len(files) == mesh["replicate"].size() else files
+    compression.load_state_dict(joined(torch.load(file, weights_only=True) for file in files))
 
 
 @scenario(TORCHRUN_4, cases=_STEPS)
@@ -396,15 +392,22 @@ def more_replicas_send_what_fewer_have_kept() -> None:
         return *wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh), compression
 
     training = fresh(three)
-    waits = {name: torch.zeros_like(part) for name, part in zip(SHAPES, here(training[0]), strict=True)}
+    means: dict[str, Tensor] = {}
     if two.get_coordinate() is not None:
         saved = fresh(two)
-        assert_nothing_is_lost(waits, two, *saved, tolerance=0.0)
+        nothing = {name: torch.zeros_like(part) for name, part in zip(SHAPES, here(saved[0]), strict=True)}
+        assert_nothing_is_lost(nothing, two, *saved, tolerance=0.0)
         save(folder, two, *saved)
-        waits = saved[-1].state_dict()["residuals"]
-        assert all(one.any() for one in waits.values())
+        means = {name: one.contiguous() for name, one in saved[-1].state_dict()["residuals"].items()}
+        assert all(one.any() for one in means.values())
+        for one in means.values():
+            dist.all_reduce(one, group=two["replicate"].get_group())
+            one /= 2
     everyone("saved")
     load(folder, three, *training)
+    waits = training[-1].state_dict()["residuals"]
+    for name, one in means.items():
+        torch.testing.assert_close(waits[name], one, rtol=0.0, atol=0.0)
     # Thirds are rounded.
     assert_nothing_is_lost(waits, three, *training, tolerance=1e-3)
     assert_same_shards(training[0], three)

@@ -1,0 +1,111 @@
+"""The scripts of docs/running.md: what they have saved goes on bit for bit, and on other numbers of workers nothing is lost."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .launch import REPOSITORY, Launch
+
+sys.path.insert(0, str(REPOSITORY / "docs"))
+
+import pages
+
+pytestmark = pytest.mark.parallel
+
+LIMIT = 120.0
+"""Seconds; an idle machine needs about a tenth."""
+FEW, ALL = 3, 6
+"""Numbers of steps, or of epochs. All scripts save in every third step, or in every epoch."""
+
+_ENDING = "\ndel model, optimizer"
+_PROBE = """
+import numpy as _np
+_parameters = {parameters}
+_state = {compressor}.state_dict()
+_arrays = {{f"parameters/{{i}}": _np.asarray(one) for i, one in enumerate(_parameters)}}
+for _part in ("residuals", "velocities"):
+    _arrays |= {{f"{{_part}}/{{name}}": _np.asarray(one) for name, one in _state[_part].items()}}
+_np.savez(f"{{sys.argv[3]}}-{{{rank}}}.npz", **_arrays)
+"""
+_TORCH = {"parameters": "[one.detach() for one in model.parameters()]", "compressor": "compression", "rank": "rank"}
+_TF = {"parameters": "[weights]", "compressor": "compression", "rank": "hvd.rank()"}
+_PROBES = {
+    "torch.save": _TORCH,
+    "dcp.save": _TORCH,
+    "tf.train.Checkpoint": _TF,
+    "BackupAndRestore": {**_TF, "parameters": "[*model.trainable_variables, *optimizer.variables]"},
+    "np.savez": {"parameters": "weights.values()", "compressor": "reduce", "rank": "comm.Get_rank()"},
+}
+"""Of each script, by what it shows, in the order of the page: which of its names hold what is compared."""
+_PAGE = REPOSITORY / "docs" / "running.md"
+SCRIPTS = dict(zip(_PROBES, (block for block in pages.blocks(_PAGE, "python") if block.launched), strict=True))
+
+Arrays = dict[str, np.ndarray]
+
+
+def run(what: str, folder: Path, steps: int, ranks: int = 2) -> list[Arrays]:
+    """Run a script as it stands, and return what each rank has in the end: parameters, residuals and velocities."""
+    script = SCRIPTS[what]
+    assert what in script.text and script.launched is not None
+    launcher, workers = script.launched
+    assert workers == 2
+    # What is compared is written after the script, or before it cleans up.
+    text, ending, after = script.text.partition(_ENDING)
+    file = folder.with_suffix(".py")
+    file.write_text(text + _PROBE.format(**_PROBES[what]) + ending + after, encoding="utf-8")
+    folder.mkdir(exist_ok=True)
+    ended = Launch(launcher, ranks).run(
+        str(file), str(folder), str(steps), str(folder), limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": "1"}
+    )
+    assert ended.code == 0, str(ended)
+    found = []
+    for rank in range(ranks):
+        with np.load(f"{folder}-{rank}.npz") as arrays:
+            found.append(dict(arrays))
+    return found
+
+
+def needs(what: str) -> list[pytest.MarkDecorator]:
+    """Only the first script is for `make test`; those of TensorFlow are skipped without it."""
+    module = {"tf.train.Checkpoint": "tensorflow", "BackupAndRestore": "tensorflow"}.get(what, "numpy")
+    missing = pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+    return [missing, *([] if what == "torch.save" else [pytest.mark.full])]
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=needs(what)) for what in _PROBES])
+def test_what_a_script_has_saved_goes_on_bit_for_bit(what: str, tmp_path: Path) -> None:
+    whole = run(what, tmp_path / "whole", ALL)
+    few = run(what, tmp_path / "parts", FEW)
+    resumed = run(what, tmp_path / "parts", ALL)
+    residuals = [name for name in whole[0] if name.startswith("residuals/")]
+    assert residuals and all(one[name].any() for one in whole for name in residuals)
+    for before, expected, got in zip(few, whole, resumed, strict=True):
+        np.testing.assert_equal(got, expected)
+        assert any((before[name] != one).any() for name, one in got.items()), "the second run has not trained"
+    first, second = whole
+    assert all((first[name] != second[name]).any() for name in residuals), "residuals are each worker's own"
+    assert all((first[name] == second[name]).all() for name in first if name.startswith("parameters/"))
+
+
+@pytest.mark.full
+def test_another_number_of_workers_loses_nothing(tmp_path: Path) -> None:
+    """From 2 to 4, to 2, to 1: each of the new workers has the mean of what the old ones had."""
+    folder, steps = tmp_path / "saved", FEW
+    before = run("torch.save", folder, steps)
+    for ranks in (4, 2, 1):
+        after = run("torch.save", folder, steps, ranks)
+        for name, got in after[0].items():
+            of_all = [one[name] for one in before]
+            mean = np.mean(of_all, axis=0, dtype=np.float64).astype(np.float32)
+            expected = mean if name.startswith("residuals/") else of_all[0]
+            for other in after:
+                np.testing.assert_array_equal(other[name], got)
+            np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7 * np.abs(expected).max())
+        steps += 3
+        before = run("torch.save", folder, steps, ranks)
+        assert any((one != before[0][name]).any() for name, one in after[0].items()), "it has not trained"
