@@ -176,7 +176,7 @@ class Reducer(TensorReducer):
     def synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         optimizer = self.optimizer
-        if optimizer._synchronized and not optimizer._handles:
+        if optimizer._synchronized and not optimizer._handles and self._holds_reduced():
             return
         try:
             if self.active:
@@ -187,6 +187,11 @@ class Reducer(TensorReducer):
             self._step = Step()
             self._restore_hooks()
         optimizer._synchronized = True
+
+    def _holds_reduced(self) -> bool:
+        """Return whether what the last reduction has left is there: `model.zero_grad()` drops it, or zeros it, on all ranks."""
+        there = [one.grad for one, reduced in self._reduced.items() if one.grad is not None and reduced() is one.grad]
+        return not self._reduced or any(one.is_sparse or bool(one.any()) for one in there)
 
     def _prepare(self) -> None:
         """Take what has not been taken, after the ranks have agreed on new parameters. If this raises, the others are told.
