@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod
+import horovod.torch as horovod_torch
 import torch
 from horovod.common import process_sets
 from horovod.torch import mpi_ops
@@ -37,6 +38,8 @@ def install() -> None:
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    for module in (horovod_optimizer, horovod_torch):
+        _replace(module, "DistributedOptimizer", _distributed_optimizer)
     _replace(TorchState, "reset", _reset)
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     # All names of `hvd.join` end here, also those that were imported before.
@@ -59,6 +62,18 @@ def _above_horovod(optimizer: Any) -> Any:
 
 
 # Each of these takes the stock method and returns its extension.
+
+
+def _distributed_optimizer(stock: Method) -> Method:
+    def extended(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be one of torch.optim, such as torch.optim.SGD(...), got {optimizer!r}; an optimizer of Keras "
+                "needs horovod_sparse.tensorflow.keras and a compressor of it"
+            )
+        return stock(optimizer, *args, **kwargs)
+
+    return extended
 
 
 def _init(stock: Method) -> Method:
