@@ -391,12 +391,12 @@ def an_interrupted_backward_pass_has_never_been(make: Any) -> None:
                 _assert_never_been(compression, before, steps)
         train(model, optimizer, [step])
         assert_identical(model)
-    assert compression.steps == 7
+    assert compression.steps == (7 if compression.residual_bytes else 0)
 
 
 @scenario(*EVERYWHERE, cases=_MADE)
 def a_rank_that_raises_in_a_step_gives_it_up_for_all(make: Any) -> None:
-    """In backward, or because a gradient was changed. The others raise; nothing is left of the step, and training goes on."""
+    """In backward, or as a gradient was changed before all were there. The others raise; nothing is left, and all go on."""
     model, compression = small_model(), make(granularity=BUCKET_BYTES)
     optimizer = wrap(model, compression, momentum=0.0)
     train(model, optimizer, range(3))
@@ -411,7 +411,8 @@ def a_rank_that_raises_in_a_step_gives_it_up_for_all(make: Any) -> None:
             _stopped_in_backward(model, step)
             optimizer.zero_grad()
         else:
-            loss_of(model, step).backward()
+            # What it has not used yet is not on its way.
+            model[4:](torch.ones(4, 128)).square().sum().backward()
             _clip(model)
             assert "was changed after backward" in raised(RuntimeError, optimizer.step)
         assert digest(model.parameters()) == parameters
