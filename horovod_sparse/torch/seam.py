@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,12 @@ def install() -> None:
 
 
 Method = Callable[..., Any]
+_REDUCED = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
+    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+"""Stock Horovod's warning."""
 
 
 def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
@@ -183,9 +190,16 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
             self.synchronize()
         return loss
 
+    # The stock method reduces before a closure is evaluated, and calls itself without end if a class derives from this one.
+    own_step = _above_horovod(self).step
     try:
-        # Stock Horovod reduces before the closure is evaluated.
-        return stock(self) if closure is None else _above_horovod(self).step(reduced_closure)
+        if closure is not None:
+            return own_step(reduced_closure)
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(_REDUCED, stacklevel=3)
+            self.synchronize()
+        return own_step()
     finally:
         self._synchronized = False
 
