@@ -174,7 +174,7 @@ def fuzz(name: str, backends: Sequence[Backend], messages: int, seed: int, whole
     Args:
         whole: the share of the messages that go through exchanges; all do that hold values only.
     """
-    recorded, random = record(CASES[name]), Random(f"{name} {seed}")
+    recorded, random = record(name), Random(f"{name} {seed}")
     receivers = [Receiver(backend, recorded) for backend in backends]
     quick = [receiver for receiver in receivers if receiver.backend.name in QUICK]
     alone = isinstance(recorded.exchange, JUDGED)

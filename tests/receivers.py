@@ -26,7 +26,7 @@ CASES: dict[str, Compressor] = {
     "pairs, full": compressors.TopK(0.3, warmup=None),
     "pairs, one row": compressors.TopK(0.01, warmup=None),
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
-    "pairs, float64": compressors.TopK(0.2, slack=1.3, residual="float64", warmup=None),
+    "pairs, float64": compressors.TopK(0.2, slack=1.3, warmup=None),
     "pairs, packed": compressors.TopK(0.2, slack=1.3, exchange=Pairs("packed"), warmup=None),
     "pairs, drawn": compressors.RandomK(0.2, exchange=Pairs(), warmup=None),
     "indices": compressors.MiCRO(0.2, warmup=None),
@@ -34,7 +34,7 @@ CASES: dict[str, Compressor] = {
     "values": compressors.RandomK(0.2, warmup=None),
     "values, blocks": compressors.RandomBlock(0.2, warmup=None),
     "dense": compressors.NoOp(),
-    "dense, float64": compressors.NoOp(residual="float64"),
+    "dense, float64": compressors.NoOp(),
 }
 SIZES = (23, 1, 40)
 SHAPES = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
@@ -59,11 +59,11 @@ class Recorded:
         return self.compressor.exchange
 
 
-def record(compressor: Compressor) -> Recorded:
-    """Let workers make a step, and the messages of the next."""
-    rng = np.random.default_rng(5)
+def record(name: str) -> Recorded:
+    """Let workers of one of `CASES` make a step, and the messages of the next."""
+    rng, compressor = np.random.default_rng(5), CASES[name]
     compressor.min_numel, compressor.granularity = 0, "model"
-    dtype = compressor.residual_dtype_of(np.zeros(0, np.float32))
+    dtype = "float64" if name.endswith("float64") else "float32"
     pipelines = make_pipelines(ORACLE, compressor, SHAPES, WORLD, dtype=dtype)
     buckets = [pipeline.buckets[0] for pipeline in pipelines]
     first, second = (
@@ -108,13 +108,14 @@ class Receiver:
                 written.append(self._written())
 
         # It gives up the step before.
-        pipeline.start_step(undoes=True)
-        for name in SHAPES:
-            pipeline.arrive(name, None)
+        pipeline.start_step()
+        for name, shape in SHAPES.items():
+            pipeline.arrive(name, self.backend.array(np.zeros(shape, self.recorded.dtype)))
         bucket.begin()
         try:
             for result in results:
-                if pipeline.advance(bucket, self.backend.array(result), float(WORLD), write) is None:
+                if pipeline.advance(bucket, self.backend.array(result)) is None:
+                    write(bucket.layout.slots, bucket.reduced(float(WORLD)))
                     break
         except RuntimeError as error:
             assert self._host.tobytes() == self._untouched, "something was written before the error"

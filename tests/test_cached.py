@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline, send, take_step
+from driver import end_step, exchange, make_pipeline, send, take_step
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -146,7 +146,7 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices
         parts = exchange(backend, [pipeline], [bucket])[0]
-        pipeline.end_step()
+        end_step(pipeline)
         sent = [slot.offset + entries[0] for slot in bucket.layout.slots for entries in parts[slot.name] or []]
         assert np.concatenate(sent).tolist() == expected.tolist()
 
@@ -155,7 +155,7 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
 def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> None:
     """Not even what the step before found out, when that selected nothing because a gradient was not finite."""
     rng = np.random.default_rng(2)
-    settings: dict[str, Any] = {"residual": False, "granularity": "model", "not_finite": "propagate"}
+    settings: dict[str, Any] = {"residual": False, "granularity": "model"}
     pipeline = make_pipeline(backend, SIDCo(0.01, warmup=None, **settings), {"a": (5000,), "b": (5000,)})
 
     def step(a: np.ndarray | None, b: np.ndarray) -> int:

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from driver import make_pipeline, make_pipelines, send, take_step
+from driver import end_step, exchange_all, make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
 
-from horovod_sparse.compressors import DGC, SIDCo, Threshold, TopK
+from horovod_sparse.compressors import MiCRO, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline
@@ -75,10 +75,6 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "a rate of NaN": (lambda state: {**state, "learning_rates": {"head": math.nan}}, "must"),
     "a rate of nothing": (lambda state: {**state, "learning_rates": {"else": 0.1}}, "must"),
     "a rate that is true": (lambda state: {**state, "learning_rates": {"head": True}}, "must"),
-    "lengths that are negative": (lambda state: {**state, "updates": [1.0, -1.0]}, "must be two finite numbers"),
-    "lengths of NaN": (lambda state: {**state, "updates": [math.nan, 1.0]}, "must be two finite numbers"),
-    "three lengths": (lambda state: {**state, "updates": [1.0, 1.0, 1.0]}, "must be two finite numbers"),
-    "lengths that are none": (lambda state: {**state, "updates": "long"}, "must be two finite numbers"),
     "sparse": (lambda state: {**state, "sparse": [1]}, "must"),
     "no adaptive state": (
         lambda state: _without(state, "adaptive", "head"),
@@ -163,25 +159,56 @@ def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
 
 
 @on_every_backend
-def test_what_a_parameter_has_kept_is_dropped(backend: Backend) -> None:
-    for compressor in (SIDCo(0.1, warmup=None), DGC(0.1, warmup=None)):
-        pipeline = pipeline_of(backend, compressor)
-        for seed in (2, 3, 0):
-            step(backend, pipeline, seed)
-        before = pipeline.state_dict()
-        pipeline.drop("kernel")
-        after = pipeline.state_dict()
-        for part in ("residuals", "velocities"):
-            for name, array in before[part].items():
-                expected = np.zeros(500) if name == "kernel" else backend.numpy(array)
-                np.testing.assert_array_equal(backend.numpy(after[part][name]), expected)
-        # What was seen of it makes no difference either: a worker that loads what is left goes on in the same way.
-        loaded = pipeline_of(backend, compressor)
-        loaded.load_state_dict(after)
-        for one in (pipeline, loaded):
-            step(backend, one, 1)
-        for name, array in pipeline.state_dict()["residuals"].items():
-            np.testing.assert_array_equal(backend.numpy(array), backend.numpy(loaded.state_dict()["residuals"][name]))
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_what_a_parameter_has_kept_waits_while_it_has_no_gradient(backend: Backend, momentum: float | None) -> None:
+    """Nothing of it is sent, and it goes on with the next gradient as if no step had been between."""
+    compressor = TopK(0.1, granularity="model", momentum=momentum, warmup=None)
+    pipeline = pipeline_of(backend, compressor)
+    for seed in (2, 3, 0):
+        step(backend, pipeline, seed)
+
+    def kept(of: Pipeline, part: str = "residuals") -> np.ndarray:
+        return np.array(backend.numpy(of.state_dict()[part]["kernel"]))
+
+    residual, velocity = kept(pipeline), kept(pipeline, "velocities") if momentum else None
+    assert residual.any()
+    for seed in (4, 5):
+        given = {**gradients_of(SHAPES, np.random.default_rng(seed)), "kernel": None}
+        (result,) = take_step(backend, [pipeline], [given])
+        assert all(not values.any() for _, values in result["kernel"] or ())
+        np.testing.assert_array_equal(kept(pipeline), residual)
+        assert not backend.numpy(pipeline.residuals.views["kernel"]).any()
+        if velocity is not None:
+            np.testing.assert_array_equal(kept(pipeline, "velocities"), velocity)
+    # What was set aside is a part of the state, has its unit, and is loaded.
+    pipeline.rescale(2.0)
+    np.testing.assert_array_equal(kept(pipeline), 2 * residual)
+    loaded = pipeline_of(backend, compressor)
+    loaded.load_state_dict(pipeline.state_dict())
+    before = pipeline.state_dict()
+    for one in (pipeline, loaded):
+        step(backend, one, 6)
+    for name in SHAPES:
+        mine, theirs = (backend.numpy(one.state_dict()["residuals"][name]) for one in (pipeline, loaded))
+        np.testing.assert_array_equal(mine, theirs)
+    assert not np.array_equal(kept(pipeline), 2 * residual)
+    for use in (lambda: pipeline.load_state_dict(before), pipeline.reset):
+        take_step(backend, [pipeline], [{**dict.fromkeys(SHAPES), "head": np.ones((7, 11), np.float32)}])
+        use()
+        expected = backend.numpy(before["residuals"]["kernel"]) if use != pipeline.reset else np.zeros(500)
+        np.testing.assert_array_equal(kept(pipeline), expected)
+        pipeline.arrive("kernel", backend.array(np.zeros(500, np.float32)))
+        np.testing.assert_array_equal(backend.numpy(pipeline.residuals.views["kernel"]), expected)
+
+
+@on_every_backend
+def test_what_others_send_of_a_parameter_without_gradient_has_the_unit_of_its_rate(backend: Backend) -> None:
+    """Replicas would part."""
+    pipelines = make_pipelines(backend, TopK(1.0, lr_in_residual=True, warmup=None), {"p": (300,)}, 2)
+    gradient = gradients("laplace", 300, np.random.default_rng(0))
+    mine, theirs = take_step(backend, pipelines, [{"p": None}, {"p": gradient}], 0.25)
+    np.testing.assert_equal(mine, theirs)
+    np.testing.assert_array_equal((mine["p"] or [])[1][1], gradient)
 
 
 @on_every_backend
@@ -261,30 +288,97 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
         arrives_twice()
         message = bucket.begin().message
         arrives_twice()
-        pipeline.advance(bucket, message, 1.0, lambda slots, reduced: None)
+        pipeline.advance(bucket, message)
         arrives_twice()
-        pipeline.end_step()
+        end_step(pipeline)
+
+
+def told(pipelines: list[Pipeline], bad: dict[int, list[str]], gone: int | None = None) -> Any:
+    """What all ranks say at the end of a step: which gradients are not finite, and who gives it up."""
+    said = [{"rank": rank, "given up": rank == gone, "bad": bad.get(rank, [])} for rank in range(len(pipelines))]
+
+    def everyone(mine: Any) -> Any:
+        assert mine == said[mine["rank"]]
+        return said
+
+    return everyone
 
 
 @on_every_backend
-def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.1, granularity="layer", warmup=None), {"p": (300,), "q": (300,)})
-    # The bucket of the last parameter is exchanged first.
-    with pytest.raises(FloatingPointError, match="the gradient of parameter 'q' holds NaN"):
-        take_step(backend, [pipeline], [dict.fromkeys("pq", np.full(300, np.nan, np.float32))])
+def test_gradients_that_are_not_finite_are_warned_of_once_by_name_and_rank(backend: Backend) -> None:
+    pipelines = make_pipelines(
+        backend, TopK(0.1, granularity="layer", warmup=None), {"p": (300,), "q": (300,)}, workers=2
+    )
+    fine, bad = np.ones(300, np.float32), np.full(300, np.nan, np.float32)
+    everyone = told(pipelines, {1: ["q"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            given = [[backend.array(one) for one in arrays] for arrays in ((fine, fine), (fine, bad))]
+            for pipeline, arrays in zip(pipelines, given, strict=True):
+                for name, gradient in zip("pq", arrays, strict=True):
+                    pipeline.arrive(name, gradient)
+            exchange_all(backend, pipelines)
+            assert [pipeline.knows_why() for pipeline in pipelines] == [False, True]
+            for pipeline in pipelines:
+                pipeline.end_step(lambda *_: None, everyone)
+    said = [str(one.message) for one in caught]
+    assert [text.partition(" holds")[0] for text in said] == [
+        f"horovod_sparse: rank {rank}: the gradient of 'q' on rank 1" for rank in range(2)
+    ]
+    # Nobody else is asked: each tells what it knows.
+    alone = make_pipelines(backend, TopK(0.1, warmup=None), {"q": (300,)}, workers=2)
+    with pytest.warns(UserWarning) as caught_alone:
+        take_step(backend, alone, [{"q": fine}, {"q": bad}])
+    assert ["a parameter on another rank" in str(caught_alone[0].message), len(caught_alone)] == [True, 2]
+
+
+@on_every_backend
+def test_who_gives_a_step_up_is_named_and_all_go_on(backend: Backend) -> None:
+    """`spoil` may come when nothing has arrived yet, or something."""
+    pipelines = make_pipelines(backend, MiCRO(0.1, granularity="layer", warmup=None), SHAPES, workers=3)
+    given = [gradients_of(SHAPES, np.random.default_rng(rank)) for rank in range(3)]
+    take_step(backend, pipelines, given)
+    before = [pipeline.state_dict() for pipeline in pipelines]
+    for has_arrived in (0, 2):
+        kept = [{name: backend.array(one) for name, one in arrays.items()} for arrays in given]
+        for rank, (pipeline, arrays) in enumerate(zip(pipelines, kept, strict=True)):
+            for number, bucket in enumerate(pipeline.buckets):
+                if rank != 1 or number < has_arrived:
+                    pipeline.arrive(bucket.name, arrays[bucket.name])
+                else:
+                    assert pipeline.spoil(bucket) is bucket
+        exchange_all(backend, pipelines)
+        everyone = told(pipelines, {}, gone=1)
+        for rank, pipeline in enumerate(pipelines):
+            if rank == 1:
+                pipeline.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
+            else:
+                with pytest.raises(
+                    RuntimeError, match=f"^rank {rank}: rank 1 has given up this step after an exception"
+                ):
+                    pipeline.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
+            assert not pipeline.is_open
+        for pipeline, was in zip(pipelines, before, strict=True):
+            state = pipeline.state_dict()
+            assert state["adaptive"] == was["adaptive"]
+            for name, residual in was["residuals"].items():
+                mine, theirs = backend.numpy(state["residuals"][name]), backend.numpy(residual)
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    assert all(parts for result in take_step(backend, pipelines, given) for parts in result.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_sums_that_the_type_of_gradients_cannot_hold_are_named(dtype: torch.dtype) -> None:
-    """With PyTorch; what then becomes of the step is in `test_numpy_allreduce`. bfloat16 has the range of float32."""
+def test_sums_that_the_type_of_gradients_cannot_hold_become_infinite(dtype: torch.dtype) -> None:
+    """As those of a dense average do. bfloat16 has the range of float32."""
     slots = [Slot("p", 0, 20, (20,)), Slot("q", 20, 20, (4, 5))]
     gradients = [torch.zeros(slot.shape, dtype=dtype) for slot in slots]
     sums = Entries(None, torch.tensor([1.0, 1e6]).repeat_interleave(20))
     reducer = GroupReducer(TorchTopK(0.1), Mock(world=2), {})
     reducer._routes.in_buckets = dict(zip("pq", gradients, strict=True))
     reducer._step.gradients = {one: one for one in gradients}
-    overflowed = reducer._write(slots, Reduced(TorchOps(), sums, 1.0, {}))
-    assert overflowed == (["q"] if dtype == torch.float16 else [])
+    reducer._write(slots, Reduced(TorchOps(), sums, 1.0, {}))
+    assert [bool(one.isfinite().all()) for one in gradients] == [True, dtype != torch.float16]
 
 
 @on_every_backend
@@ -317,3 +411,13 @@ def test_an_exchange_that_sends_more_than_dense_is_warned_of(
     log_start(make_pipeline(ORACLE, compressor, {"p": (100, 100)}, world=world), "none")
     told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
     assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])
+
+
+def test_the_first_line_of_the_log_ends_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "horovod_sparse")
+    for position in range(2):
+        pipeline = make_pipeline(ORACLE, TopK(0.01, warmup=None), {"p": (500,)}, world=2, position=position)
+        for advice in ("", "Write another line"):
+            log_start(pipeline, "none", advice)
+    line = "TopK 0.01: 1 buckets, 500 entries, 0 parameters dense, kernels none"
+    assert caplog.messages == [line, f"{line}. Write another line"]

@@ -197,7 +197,7 @@ def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() ->
 @pytest.mark.parametrize("adapt", ["paper", "robust"])
 @pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
 def test_sums_that_overflow_do_not_stop_it(backend: Backend, distribution: Any, adapt: Any) -> None:
-    compressor = SIDCo(0.1, distribution=distribution, adapt=adapt, residual="float64", min_numel=0, warmup=None)
+    compressor = SIDCo(0.1, distribution=distribution, adapt=adapt, min_numel=0, warmup=None)
     pipeline = make_pipeline(backend, compressor, {"p": (50,)}, dtype="float64")
     rng = np.random.default_rng(15)
     for _ in range(3):

@@ -69,8 +69,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
     "layers": {"granularity": "layer"},
-    "raise": {},
-    "propagate": {"not_finite": "propagate", "granularity": "layer"},
 }
 SHAPES = {"a": (12, 20), "b": (100,), "c": (77,)}
 
@@ -91,9 +89,7 @@ def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
         of_worker["a"] = np.asfortranarray(of_worker["a"])
     for number in (0, 3):
         steps[number][1]["b"][17] = np.inf
-    case = Case(
-        steps, 0.05, options, options.get("residual", "float32"), saved_after=4, rates=(0.1, 0.1, 0.1, 0.05, 0.05)
-    )
+    case = Case(steps, 0.05, options, saved_after=4, rates=(0.1, 0.1, 0.1, 0.05, 0.05))
     assert_same(observe(TRITON, row, case), observe(BACKENDS[0], row, case))
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from cases import DENSE, NAMES, SHAPES, SIZE_OF_DENSE, Case, Step
-from driver import Reduced, collective, exchange, make_pipelines
+from driver import Reduced, collective, exchange, make_pipelines, reduced_of
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.core.layout import Layout, Parameter, Slot
+from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
 
@@ -24,27 +25,60 @@ class Expected:
     def __init__(self, compressor: Compressor, dtype: str) -> None:
         self.compressor = compressor
         self.residuals = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+        self.aside: dict[str, Array] = {}
+        """What waits of parameters that had no gradient in the last step. Their residuals are zero."""
+        self.taken: list[tuple[str, Array, float]] = []
+        """What has been added to residuals in this step, and its rate."""
+        self.copies: dict[str, tuple[Array, Array]] = {}
+        """With momentum: residuals and velocities before this step's gradients."""
         corrected = compressor.momentum_correction is not None
         self.velocities = {name: np.zeros(SHAPES.get(name, 3), dtype) for name in NAMES if corrected}
 
+    @property
+    def waiting(self) -> dict[str, Array]:
+        """What waits of each parameter."""
+        return self.residuals | self.aside
+
     def take_in(self, name: str, gradient: Array | None, rate: float) -> bool:
         """Take in a gradient; return whether it was finite, and did not overflow the residual."""
-        residual, correction = self.residuals[name], self.compressor.momentum_correction
-        if self.compressor.in_updates and rate == 0.0:
-            # The update is 0, but the velocity goes on.
-            if correction is not None:
-                finite = gradient is not None and bool(np.isfinite(gradient).all())
-                self._accelerate(name, gradient.astype(residual.dtype) if finite else 0.0)
+        if gradient is None:
+            if self.residuals[name].any():
+                self.aside[name], self.residuals[name] = self.residuals[name], np.zeros_like(self.residuals[name])
             return True
-        added, finite = np.zeros_like(residual), True
-        if gradient is not None:
-            converted = gradient.astype(residual.dtype)
-            added = np.where(np.isfinite(converted), converted, 0)
-            finite = bool(np.isfinite(converted).all())
-        if correction is not None:
+        residual = self.residuals[name] = self.aside.pop(name, self.residuals[name])
+        converted = gradient.astype(residual.dtype)
+        finite = bool(np.isfinite(converted).all())
+        added = np.where(np.isfinite(converted), converted, 0)
+        if self.velocities:
+            self.copies[name] = residual.copy(), self.velocities[name].copy()
+        if not self.compressor.lr_in_residual:
+            rate = 1.0
+        elif rate == 0.0:
+            # The update is 0, but the velocity goes on.
+            if self.velocities:
+                self._accelerate(name, converted if finite else 0.0)
+            return True
+        if self.velocities:
             added = self._moved(name, added)
-        residual += added * rate if self.compressor.in_updates else added
+        self.taken.append((name, added, rate))
+        residual += added * rate
         return _keep_finite(residual) and finite
+
+    def undo(self) -> None:
+        """Take this step's gradients out again."""
+        for name, added, rate in () if self.velocities else self.taken:
+            self.residuals[name] += added * -rate
+            _keep_finite(self.residuals[name])
+        for name, (residual, velocity) in self.copies.items():
+            self.residuals[name], self.velocities[name] = residual, velocity
+        self.end()
+
+    def end(self) -> None:
+        self.taken, self.copies = [], {}
+
+    def load(self) -> None:
+        """A state does not tell what was set aside."""
+        self.residuals, self.aside = self.waiting, {}
 
     def _accelerate(self, name: str, gradient: Array | float) -> Array:
         """Add a gradient to the velocity; return that as it was before it was kept finite."""
@@ -67,7 +101,7 @@ class Expected:
         return reduced if self.compressor.momentum_correction is None else self._moved(DENSE, reduced)
 
     def rescale(self, factor: float) -> None:
-        for array in (*self.residuals.values(), *self.velocities.values()):
+        for array in (*self.residuals.values(), *self.aside.values(), *self.velocities.values()):
             array *= factor
             _keep_finite(array)
 
@@ -125,48 +159,73 @@ class World:
         """The parameters of a bucket, in the order in which their gradients arrive."""
         return [name for name in step.names if name in self.pipelines[0].buckets[bucket].slots]
 
-    def run(self, step: Step) -> list[list[Reduced]]:
-        """All of a step except its end. Return what every rank got of each bucket."""
+    def run(self, step: Step) -> list[Reduced]:
+        """Take a step. Return what every rank has written."""
         for pipeline in self.pipelines:
-            pipeline.start_step(undoes=self.case.undoes)
-        order, results = self.buckets(step), {}
+            pipeline.start_step()
+        order = self.buckets(step)
         for bucket in order:
             for rank in range(self.world):
                 self.arrive(rank, self.names_in(bucket, step), step)
             if step.eager:
-                results[bucket] = self.exchange(bucket)
-        for bucket in order:
-            if bucket not in results:
-                results[bucket] = self.exchange(bucket)
-        return [results[bucket] for bucket in sorted(results)]
+                self.exchange(bucket)
+        for bucket in () if step.eager else order:
+            self.exchange(bucket)
+        for rank in range(self.world):
+            self.arrive(rank, [DENSE], step)
+        self.exchange_dense()
+        return [self.end(rank) for rank in range(self.world)]
 
-    def exchange(self, bucket: int) -> list[Reduced]:
+    def exchange(self, bucket: int) -> None:
         buckets = [pipeline.buckets[bucket] for pipeline in self.pipelines]
-        return exchange(self.case.backend, self.pipelines, buckets, self.divisor)
+        exchange(self.case.backend, self.pipelines, buckets, self.divisor)
 
-    def reduce_dense(self, step: Step) -> tuple[Array, list[Array]]:
-        """Reduce the dense parameter. Return the mean, and what every rank has made of it."""
-        given = [self.scaled(gradients[DENSE]) for gradients in step.gradients]
+    def exchange_dense(self) -> None:
+        dense = [pipeline.dense[0] for pipeline in self.pipelines]
+        exchange(self.case.backend, self.pipelines, dense, self.divisor)
+
+    def mean_of_dense(self, step: Step) -> Array:
+        """The mean, or the sum, of the gradients of the dense parameter."""
         wide = self.case.residual_dtype
         total = np.zeros(SIZE_OF_DENSE, wide)
-        for rank, gradient in enumerate(given):
+        for gradients in step.gradients:
+            gradient = self.scaled(gradients[DENSE])
             total += 0 if gradient is None else gradient.astype(wide)
-            self.arrive(rank, [DENSE], step)
-        dense = [pipeline.dense[0] for pipeline in self.pipelines]
-        results = exchange(self.case.backend, self.pipelines, dense, self.divisor)
-        parts = [result[DENSE] for result in results]
-        return total / np.dtype(wide).type(self.divisor), [part[0][1] for part in parts if part]
+        return total / np.dtype(wide).type(self.divisor)
 
-    def end(self) -> list[bool]:
-        """End the step; return whether it raised, for every rank."""
-        raised = []
+    def end(self, rank: int, gone: int | None = None) -> Reduced:
+        """End a rank's step, which another rank may have given up. Return what was written."""
+        written: Reduced = {}
+
+        def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
+            written.update(reduced_of(self.case.backend, slots, reduced))
+
+        def everyone(mine: Any) -> list[Any]:
+            return [{**mine, "rank": one, "given up": one == gone} for one in range(self.world)]
+
+        self.pipelines[rank].end_step(write, everyone)
+        return written
+
+    def run_given_up(self, step: Step, gone: int, arrived: int) -> list[list[str]]:
+        """A step that one rank gives up when `arrived` parameters have arrived. Return the parameters of each rank."""
+        flat = [(bucket, name) for bucket in self.buckets(step) for name in self.names_in(bucket, step)]
+        reached = [[name for _, name in (flat[:arrived] if rank == gone else flat)] for rank in range(self.world)]
         for pipeline in self.pipelines:
-            try:
-                pipeline.end_step()
-                raised.append(False)
-            except FloatingPointError:
-                raised.append(True)
-        return raised
+            pipeline.start_step()
+        for bucket in self.buckets(step):
+            names = self.names_in(bucket, step)
+            for rank, pipeline in enumerate(self.pipelines):
+                self.arrive(rank, [name for name in names if name in reached[rank]], step)
+                if rank == gone and not set(names).issubset(reached[rank]):
+                    pipeline.spoil(pipeline.buckets[bucket])
+            self.exchange(bucket)
+        for rank, pipeline in enumerate(self.pipelines):
+            if rank == gone:
+                pipeline.spoil(pipeline.dense[0])
+            else:
+                self.arrive(rank, [DENSE], step)
+        self.exchange_dense()
+        return reached
 
     def run_in_part(self, step: Step, arrived: Sequence[int], exchanged: int, *, begun: bool) -> list[list[str]]:
         """A step that stops when `arrived` parameters have arrived on each rank. Return their names.
@@ -176,7 +235,7 @@ class World:
         flat = [(bucket, name) for bucket in self.buckets(step) for name in self.names_in(bucket, step)]
         reached = []
         for rank, pipeline in enumerate(self.pipelines):
-            pipeline.start_step(undoes=self.case.undoes)
+            pipeline.start_step()
             taken = flat[: arrived[rank % len(arrived)]]
             for bucket in self.buckets(step):
                 self.arrive(rank, [name for number, name in taken if number == bucket], step)

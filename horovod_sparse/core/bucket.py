@@ -109,12 +109,13 @@ class Bucket:
         gradients: dict[float, list[SlotGradient]] = defaultdict(list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             arriving(self.missing, name)
+            slot = self.slots[name]
+            if intake.in_updates:
+                # Also without a gradient: what others send is in the unit of this rate.
+                self.rates[slot.offset] = rate
             if gradient is None:
                 continue
-            slot = self.slots[name]
             self._added.append((slot, gradient, rate))
-            if intake.in_updates:
-                self.rates[slot.offset] = rate
             if intake.momentum is not None:
                 self._remember_slot(slot)
             if rate == 0.0:
