@@ -107,7 +107,7 @@ def parameters_are_back_whatever_happens() -> Pulled:
 
 
 def writing_to_parameters_is_refused() -> Pulled:
-    """By a step, by the user, or by loading; the parameters are what they were before the block."""
+    """By a step, by the user, or by loading. Those that had moved are what they were before the block."""
     bowl, model, optimizer, compression = _made()
     for step in range(2):
         _step(model, optimizer, step)
@@ -120,7 +120,9 @@ def writing_to_parameters_is_refused() -> Pulled:
     writes: tuple[Callable[[], object], ...] = (fill, lambda: bowl.load_state_dict(other), optimizer.step)
     for number, write in enumerate(writes):
         optimizer.zero_grad()
-        before = digest(bowl.parameters())
+        moved = {name for name, residual in compression.state_dict()["residuals"].items() if residual.any()}
+        before = {name: one for name, one in bowl.values().items() if name in moved}
+        assert moved == {"first", "second"}
 
         def block(number: int = number, write: Callable[[], object] = write) -> None:
             with compression.ahead(model, 0.5):
@@ -128,7 +130,8 @@ def writing_to_parameters_is_refused() -> Pulled:
                 write()
 
         assert "must not be written to within compression.ahead" in raised(RuntimeError, block)
-        assert digest(bowl.parameters()) == before
+        now = bowl.values()
+        assert all(torch.equal(now[name], one) for name, one in before.items())
         if write is not optimizer.step:
             optimizer.step()
     _step(model, optimizer, 6)
