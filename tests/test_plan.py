@@ -105,8 +105,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
         sent.append([Round(following[0].kind, message.size, str(message.dtype))])
         answers = collective(ORACLE, following)
         following = [
-            pipeline.advance(pipeline.buckets[0], answer)
-            for pipeline, answer in zip(pipelines, answers, strict=True)
+            pipeline.advance(pipeline.buckets[0], answer) for pipeline, answer in zip(pipelines, answers, strict=True)
         ]
     assert sent == [list(together) for together in method.rounds(100_000, 0.01, world)]
     bytes_sent = pipelines[0].buckets[0].bytes_sent
