@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from damage import change_gathered, change_indices, change_packed, change_pairs, change_values
-from receivers import CASES, WORLD, Receiver, Recorded, record
+from receivers import WORLD, Receiver, Recorded, record
 from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire

@@ -69,6 +69,15 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(framework: str, monk
         join()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_an_optimizer_of_another_framework_is_refused_with_its_class_and_the_remedy(own: bool) -> None:
+    keras, (horovod, ours) = pytest.importorskip("keras"), modules("torch")
+    with pytest.raises(
+        TypeError, match=r"one of torch\.optim, .* got <keras.*SGD.*; .* horovod_sparse\.tensorflow\.keras"
+    ):
+        (ours if own else horovod).DistributedOptimizer(keras.optimizers.SGD(0.1), compression=ours.TopK(0.1))
+
+
 # --- what importing brings ---
 
 

@@ -34,3 +34,16 @@ def test_what_is_no_optimizer_is_refused(module: str, optimizer: Any, compressio
         TypeError, match=r"optimizer must be a Keras optimizer, such as keras.optimizers.SGD\(0.1\), got "
     ):
         importlib.import_module(module).DistributedOptimizer(optimizer, compression=compression)
+
+
+def test_a_compressor_or_optimizer_of_another_framework_is_refused_with_its_class_and_the_remedy() -> None:
+    torch = pytest.importorskip("torch")
+    of_torch = importlib.import_module("horovod_sparse.torch").TopK(0.1)
+    distributed = importlib.import_module("horovod.tensorflow.keras").DistributedOptimizer
+    with pytest.raises(
+        TypeError, match=r"got one of horovod_sparse\.torch\..*TopK.*the class from horovod_sparse\.tensorflow"
+    ):
+        distributed(keras.optimizers.SGD(0.1), compression=of_torch)
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(TypeError, match=r"optimizer must be a Keras optimizer, .* got SGD"):
+        distributed(sgd, compression=of_torch)

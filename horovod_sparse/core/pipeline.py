@@ -203,6 +203,11 @@ class Pipeline:
         bucket.spoil()
         return bucket
 
+    def give_up(self) -> None:
+        """Let this rank give the step up, which fails on all ranks because of what is sent beside the buckets."""
+        step = self._begun()
+        step.given_up = step.fails = True
+
     def advance(self, bucket: AnyBucket, result: Array) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
         try:

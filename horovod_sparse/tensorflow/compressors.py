@@ -27,6 +27,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
     """
 
     _pending: dict[str, Any] | None = None
+    _scaler: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,13 +38,36 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_pending", "_scaler")}
 
     def bind(self, store: Store) -> None:
         super().bind(store)
         if self._pending is not None:
             store.load_compression_state(self._pending)
             self._pending = None
+
+    def scale_with(self, scaler: Any) -> None:
+        """Keep residuals without the loss scale of a `keras.optimizers.LossScaleOptimizer`, which changes.
+
+        Raises:
+            TypeError: it is not one.
+            RuntimeError: residuals have the scale already.
+        """
+        if not hasattr(scaler, "dynamic_scale"):
+            raise TypeError(f"scaler must be a keras.optimizers.LossScaleOptimizer, got {scaler!r}")
+        if self.steps:
+            raise RuntimeError(
+                f"scale_with must be called before the first step, got {self.steps} steps whose residuals have the scale; make "
+                "a new compressor"
+            )
+        self._scaler = scaler
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The scale by which gradients are multiplied, if residuals are kept without it."""
+        if self._scaler is None:
+            return None
+        return tf.convert_to_tensor(self._scaler.dynamic_scale if self._scaler.built else self._scaler.initial_scale)
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """Return a new tensor of the same shape and dtype, in which all entries but the selected ones are zero.

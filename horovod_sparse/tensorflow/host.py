@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +22,12 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
-from horovod_sparse.core.step import Ending
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange.protocols import Exchange, Reduced, Round
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.ops.protocol import Array, Momentum
+from horovod_sparse.ops.protocol import Array
 from horovod_sparse.tensorflow.exchange import Collectives
 
 Tensor = Any
@@ -38,20 +37,18 @@ Tensor = Any
 class Step:
     """The gradients of one step and how they are reduced."""
 
-    buckets: Sequence[AnyBucket]
-    """The buckets that take part."""
     gradients: Mapping[str, Tensor]
-    """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
+    """Gradients of the parameters in buckets, by name. What waits of the others in these buckets waits on."""
+    own: Mapping[str, Tensor]
+    """Values, by name, of gradients that are reduced without a bucket."""
     others: Mapping[str, Tensor]
-    """Values, by name, that are already reduced and only have to be finite."""
+    """The same when they have been reduced."""
     dtypes: Mapping[str, Any]
     """The dtypes of the gradients of all parameters, by name."""
     rate: Tensor
     """The learning rate, float64; NaN if it is unknown."""
     scale: Tensor
-    """The loss scale by which the gradients are multiplied, float64; NaN if there is no loss scaler."""
-    frozen: Collection[str] = ()
-    """Names of parameters that are not trained any more; their residuals and velocities are dropped."""
+    """The loss scale by which the gradients are multiplied, and residuals are not, float64."""
 
 
 def call_host(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
@@ -78,16 +75,16 @@ class HostPipeline(Pipeline):
     def __init__(self, compressor: Compressor, collectives: Collectives, **worker: Any) -> None:
         super().__init__(host_ops(_threads()), compressor, **worker)
         self._collectives = collectives
+        self._begins_dense = compressor.first_sparse_step(self.world) > 0
+        """Whether everything is sent in the first steps."""
         self._generation: dict[str, int] = {}
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
+        self._ended: set[str] = set()
+        """The buckets whose exchange has ended in this step."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, kept until the graph takes them."""
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
-        self._rate: float | None = None
-        """The last learning rate that was not 0, if the momentum was Keras'."""
-        self._rate_before: float | None = None
-        """That of before the last step."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
         generation = len(self.buckets)
@@ -97,22 +94,26 @@ class HostPipeline(Pipeline):
     # --- called while a graph is built ---
 
     def reduce(self, step: Step) -> dict[str, Tensor]:
-        """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
+        """Build the operations that reduce one step's gradients, and return the reduced gradients by name.
+
+        Buckets in which no parameter has a gradient take no part.
+        """
+        buckets = [bucket for bucket in self.all_buckets if not step.gradients.keys().isdisjoint(bucket.slots)]
         reduced: dict[str, Tensor] = {}
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
         awaited = [*step.gradients.values()] if self.compressor.holds_back else []
         with tf.device("CPU:0"):
-            start = call_host(self._start_step, (), [step.scale, step.rate, *awaited], tf.bool)
+            start = call_host(self._start_step, (), [step.scale, *awaited], tf.bool)
             with tf.control_dependencies([start]):
-                for made in self._together(step.buckets):
-                    names = [slot.name for bucket in made for slot in bucket.layout.slots]
-                    reduced.update(zip(names, self._exchange_all(step, made), strict=True))
-                others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
-            with tf.control_dependencies(reduced.values()):
-                end = call_host(self._end, (list(step.others),), others, tf.bool)
+                ended = [one for made in self._together(buckets) for one in self._exchange_all(step, made)]
+                finite = [tf.reduce_all(tf.math.is_finite(one)) for one in (*step.others.values(), *step.own.values())]
+            with tf.control_dependencies(ended):
+                end = call_host(self._end, ([*step.others],), finite, tf.bool)
             with tf.control_dependencies([end]):
-                return {name: tf.identity(tensor) for name, tensor in reduced.items()}
+                for bucket in buckets:
+                    reduced.update(self._results(step, bucket))
+        return reduced
 
     def _together(self, buckets: Sequence[AnyBucket]) -> list[list[AnyBucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together.
@@ -122,21 +123,22 @@ class HostPipeline(Pipeline):
         made: dict[int, list[AnyBucket]] = {}
         for bucket in buckets:
             if isinstance(bucket, Bucket):
-                made.setdefault(self._generation[bucket.name] if bucket.begins_dense else 0, []).append(bucket)
+                made.setdefault(self._generation[bucket.name] if self._begins_dense else 0, []).append(bucket)
         groups = list(made.values()) or [[]]
         groups[0] += [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
         return [group for group in groups if group]
 
     def _exchange_all(self, step: Step, buckets: list[AnyBucket]) -> list[Tensor]:
         usual = partial(self._exchange, step, buckets, self.compressor.exchange)
-        if not buckets[0].begins_dense:
+        changing = [bucket.name for bucket in buckets if isinstance(bucket, Bucket)]
+        if not (changing and self._begins_dense):
             return usual()
-        reduced: list[Tensor] = tf.cond(
-            call_host(self._is_dense, (buckets[0].name,), [], tf.bool),
+        ended: list[Tensor] = tf.cond(
+            call_host(self._are_dense, (changing,), [], tf.bool),
             partial(self._exchange, step, buckets, Dense()),
             usual,
         )
-        return reduced
+        return ended
 
     def _exchange(self, step: Step, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
@@ -154,7 +156,7 @@ class HostPipeline(Pipeline):
             for bucket in going_on:
                 name, kind = f"{self.number_of(bucket)}.{number}", rounds[bucket.name][number].kind
                 tensors[bucket.name] = self._collectives.result(kind, tensors[bucket.name], name)
-        return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
+        return [call_host(self._conclude, (bucket.name,), [tensors[bucket.name]], tf.bool) for bucket in buckets]
 
     def number_of(self, bucket: AnyBucket) -> str:
         """Return the beginning of the names of a bucket's collectives."""
@@ -164,108 +166,88 @@ class HostPipeline(Pipeline):
 
     def _begin(self, step: Step, bucket: AnyBucket, first: Round) -> Tensor:
         names = [name for name in bucket.slots if name in step.gradients]
-        frozen = [name for name in bucket.slots if name in step.frozen]
         inputs, dtype = [step.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
-        return call_host(self._take_in, (bucket.name, names, frozen), [step.rate, *inputs], dtype)
+        return call_host(self._take_in, (bucket.name, names), [step.rate, *inputs], dtype)
 
-    def _finish_bucket(self, step: Step, bucket: AnyBucket, result: Tensor) -> list[Tensor]:
-        slots = bucket.layout.slots
-        types = [step.dtypes[slot.name] for slot in slots]
-        reduced = call_host(self._write_out, (bucket.name, types), [result], types)
-        return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(reduced, slots, strict=True)]
+    def _results(self, step: Step, bucket: AnyBucket) -> dict[str, Tensor]:
+        """Return the reduced gradients of a bucket's parameters that have a gradient, once the step has ended."""
+        names = [name for name in bucket.slots if name in step.gradients]
+        types = [step.dtypes[name] for name in names]
+        reduced = call_host(self._hand_out, (bucket.name, names, types), [], types)
+        return {name: tf.ensure_shape(one, bucket.slots[name].shape) for name, one in zip(names, reduced, strict=True)}
 
     # --- called from the graph ---
 
-    def _start_step(self, scale: np.float64, rate: np.float64, *gradients: NDArray[Any]) -> np.bool_:
-        self.start_step(gradients, None if math.isnan(scale) else float(scale))
-        self._accelerate_by(float(rate))
+    def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+        self.start_step(gradients, float(scale))
         return np.True_
 
-    def _accelerate_by(self, rate: float) -> None:
-        """Keep the velocity in units of the update if the momentum was Keras': `u = m u + eta g`."""
-        correction = self.compressor.momentum_correction
-        if correction is None or not self.compressor.takes_momentum:
-            return
-        former, factor, ahead = self._rate or rate, *correction.of_step
-        # It is stored in units of the gradient. A rate of 0 leaves the unit as it was.
-        momentum = Momentum(factor * former / rate if rate else factor, ahead)
-        self.intake.momentum = lambda name: momentum
-        self._rate_before, self._rate = self._rate, rate or self._rate
+    def _are_dense(self, names: list[str]) -> np.bool_:
+        """Return whether buckets that were made together send everything in this step.
 
-    def _finish(self) -> None:
-        is_undone = self._step is not None and self._step.ending is Ending.UNDONE
-        super()._finish()
-        if is_undone:
-            self._rate = self._rate_before
+        One that took no part in some steps goes on with the others' step.
+        """
+        buckets = [one for one in map(self.bucket_of.get, names) if isinstance(one, Bucket)]
+        step = max(bucket.state.step for bucket in buckets)
+        for bucket in buckets:
+            bucket.state.step = step
+        return np.bool_(buckets[0].is_dense)
 
-    def _is_dense(self, name: str) -> np.bool_:
-        bucket = self.bucket_of[name]
-        return np.bool_(isinstance(bucket, Bucket) and bucket.is_dense)
-
-    def _take_in(
-        self, name: str, names: list[str], frozen: list[str], rate: np.float64, *inputs: NDArray[Any]
-    ) -> NDArray[Any]:
-        bucket = self.bucket_of[name]
-        # With rate 0 a gradient adds nothing to the velocity either.
-        gradients = dict(zip(names, inputs, strict=True)) if rate else {}
-        for parameter in frozen:
-            self.drop(parameter)
+    def _take_in(self, name: str, names: list[str], rate: np.float64, *inputs: NDArray[Any]) -> NDArray[Any]:
+        bucket, gradients = self.bucket_of[name], dict(zip(names, inputs, strict=True))
         learning_rate = None if math.isnan(rate) else float(rate)
-        self.arrive_together(
-            bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
-        )
+        self.arrive_together(bucket, [Arrived(one, gradients.get(one), learning_rate) for one in bucket.slots])
         return np.ascontiguousarray(bucket.begin().message)
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
-        bucket = self.bucket_of[name]
-        collective = self.advance(bucket, result, self.divisor, self._keep_reduced(bucket))
+        collective = self.advance(self.bucket_of[name], result)
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
+            self._ended.add(name)
             return np.zeros(1, dtype)
         return np.ascontiguousarray(collective.message)
 
-    def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
-        bucket = self.bucket_of[name]
-        # An exchange may have ended early.
-        exchanging = not self._reduced.get(name)
-        if exchanging and self.advance(bucket, result, self.divisor, self._keep_reduced(bucket)) is not None:
+    def _conclude(self, name: str, result: NDArray[Any]) -> np.bool_:
+        if name not in self._ended and self.advance(self.bucket_of[name], result) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
-        written = []
-        for array, slot, dtype in zip(self._reduced.pop(name), bucket.layout.slots, types, strict=True):
-            written.append(array.reshape(slot.shape).astype(dtype.as_numpy_dtype, copy=False))
-            if dtype.size == 2 and np.isinf(written[-1]).any():
-                self.note_overflow(slot.name)
-        return written
-
-    def _keep_reduced(self, bucket: AnyBucket) -> Write:
-        kept = self._reduced[bucket.name] = []
-
-        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
-            # Half-precision sums are rounded once, at the end, instead of after every rank.
-            kept.extend(self._pool.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots)
-            reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
-
-        return write
-
-    def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
-        for name, is_finite in zip(names, finite, strict=True):
-            if not is_finite:
-                self.note_not_finite(f"parameter {name!r}")
-        self.end_step()
         return np.True_
 
+    def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
+        if not all(finite[: len(names)]):
+            # They are so on all ranks; this rank names its own.
+            own = zip(names, finite[len(names) :], strict=True)
+            self.fail([name for name, is_finite in own if not is_finite])
+        self._ended.clear()
+        self.end_step(self._keep)
+        return np.True_
+
+    def _keep(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+        bucket = self.bucket_of[slots[0].name]
+        # Half-precision sums are rounded once, at the end, instead of after every rank.
+        kept = [self._pool.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots]
+        reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
+        self._reduced[bucket.name] = kept
+
+    def _hand_out(self, name: str, names: list[str], types: list[Any]) -> list[NDArray[Any]]:
+        slots = self.bucket_of[name].slots
+        arrays = dict(zip(slots, self._reduced.pop(name), strict=True))
+        for one in slots.keys() - names:
+            # Not a number: a gradient of the bucket was not finite.
+            if arrays[one].any() and not np.isnan(arrays[one]).any():
+                raise RuntimeError(
+                    f"rank {self.rank}: variable {one!r} must have a gradient on all ranks or on none, but it has none here: "
+                    "with stock Horovod the others would wait for ever; give zeros for variables that are unused on some ranks"
+                )
+        with np.errstate(over="ignore"):
+            return [
+                arrays[one].reshape(slots[one].shape).astype(dtype.as_numpy_dtype, copy=False)
+                for one, dtype in zip(names, types, strict=True)
+            ]
+
     def abort(self) -> None:
+        self._ended.clear()
         self._reduced.clear()
         super().abort()
-
-    # --- state ---
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | ({} if self._rate is None else {"rate": self._rate})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._rate = state.get("rate")
 
 
 def _threads() -> int:

@@ -26,40 +26,32 @@ class Names:
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
-        self._variables: dict[str, Variable] = {}
-        """By name; Keras' own if it was seen. It may be frozen later, which a `tf.Variable` cannot be."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def of(self, variables: Sequence[Variable]) -> list[str]:
         """Return the names of some variables, whether they were seen before or not."""
         return [self._name(variable) for variable in variables]
 
-    def know(self, variables: Iterable[Variable]) -> bool:
-        """Return whether one of the variables was seen."""
-        return any(plain(variable).ref() in self._names for variable in variables)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(extent) for extent in self._variables[name].shape)
-
-    def frozen(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names, among those of variables without a gradient, whose variables are not trained any more."""
-        seen = ((name, self._variables[name]) for name in names)
-        return frozenset(name for name, one in seen if plain(one) is not one and not one.trainable)
+        return self._shapes[name]
 
     def _name(self, variable: Variable) -> str:
         if not isinstance(plain(variable), tf.Variable):
             raise TypeError(f"sources must be variables where compression is a sparsifier, got {variable!r}")
         key = plain(variable).ref()
         if key not in self._names:
-            wanted = name_of(variable)
+            wanted, shape = name_of(variable), plain(variable).shape
+            if not shape.is_fully_defined():
+                raise ValueError(
+                    f"variable {wanted!r} must have a known shape where compression is a sparsifier, got {shape}: its residual "
+                    "has the same; make it with shape=value.shape, or leave it out of the distributed tape or optimizer"
+                )
             name, number = wanted, 0
-            while name in self._variables:
+            while name in self._shapes:
                 number += 1
                 name = f"{wanted}_{number}"
-            self._names[key] = name
-        name = self._names[key]
-        if name not in self._variables or plain(variable) is not variable:
-            self._variables[name] = variable
-        return name
+            self._names[key], self._shapes[name] = name, tuple(shape)
+        return self._names[key]
 
 
 def plain(variable: Variable) -> Variable:
@@ -72,30 +64,38 @@ def name_of(variable: Variable) -> str:
     return getattr(variable, "path", None) or str(variable.name).split(":")[0]
 
 
-def same_name(saved: str, name: str) -> bool:
-    """Return whether two names are those of one variable, of which the first was saved.
+def _uncounted(name: str) -> str:
+    """Return a name without the counts that Keras gives to what has no name of its own ("dense_3")."""
+    return re.sub(r"_\d+(?=/|$)", "", name)
 
-    Keras counts what has no name of its own ("dense_3"), and calls a variable of a sequential model "sequential/dense/kernel".
-    When the same model is loaded, it is called "dense/kernel".
-    """
-    return _fit(*(re.sub(r"_\d+(?=/|$)", "", one) for one in (saved, name)))
+
+def _counts(name: str) -> list[int]:
+    """Return the counts in a name. They tell in which order layers were made."""
+    return [int(found[1]) if (found := re.search(r"_(\d+)$", part)) else 0 for part in name.split("/")]
 
 
 def _fit(one: str, other: str) -> bool:
+    """Return whether two names without counts are those of one variable.
+
+    Keras calls a variable of a sequential model "sequential/dense/kernel". When the same model is loaded, it is "dense/kernel".
+    """
     return one == other or one.endswith(f"/{other}") or other.endswith(f"/{one}")
 
 
 def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """Return a compressor's state with the names that its variables have now, or unchanged if they cannot be told apart."""
-    names = list(names)
-    olds = names_in(state)
+    """Return a compressor's state with the names that its variables have now, or unchanged if they cannot be told apart.
+
+    Keras goes on counting: the layers of a model that is built again have other numbers, in the same order.
+    """
+    olds, news = names_in(state), set(names)
     new: dict[str, str] = {}
-    for name in names:
-        found = [name] if name in olds else [old for old in olds if _fit(old, name)]
-        if len(found) == 1:
-            new[found[0]] = name
-    if len(new) < len(names):
-        return state
+    for kind in set() if news <= olds else {_uncounted(name) for name in news}:
+        mine = [name for name in news if _uncounted(name) == kind]
+        same = [old for old in olds if _uncounted(old) == kind]
+        saved = same or [old for old in olds if _fit(_uncounted(old), kind)]
+        if len(saved) != len(mine):
+            return state
+        new.update(zip(sorted(saved, key=_counts), sorted(mine, key=_counts), strict=True))
     return {**state, **{part: {new.get(old, old): value for old, value in state[part].items()} for part in PARTS}}
 
 

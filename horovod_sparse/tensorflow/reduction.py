@@ -11,7 +11,7 @@ import numpy as np
 from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import DIVIDING, op_name
+from horovod_sparse.core.agreement import op_name
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.tensorflow.names import Names
 
@@ -75,8 +75,3 @@ class Reduction:
             # A variable that is in no group forms a group of its own.
             groups += [[name] for name in all_names if not any(name in group for group in groups)]
         return {name: number for number, group in enumerate(groups) for name in group}
-
-
-def settings_in(optimizer: Any) -> dict[str, Any]:
-    """Return the settings of a Keras optimizer that tell how it uses gradients, by name."""
-    return {name: getattr(optimizer, name) for name in ("momentum", *DIVIDING) if hasattr(optimizer, name)}

@@ -3,7 +3,7 @@
 `hvd.DistributedGradientTape` copies the methods of `_DistributedGradientTape` into a new class at each call. The replacements
 also take the variables of Keras 3. Keras 3 calls none of the methods that Horovod's optimizers override, so replicas would
 silently train apart (see `keras.optimizer`). `horovod.tensorflow.DistributedOptimizer` loses `op` and `groups` of Keras'
-optimizers. `Optimizer.apply` of Keras 3 is replaced once a tape has one of our compressors and Keras was imported.
+optimizers.
 
 Without one of our compressors the functions behave as before, except that optimizers of Keras 3 are distributed too.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,21 +20,14 @@ import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 import tensorflow as tf
 
-from horovod_sparse.core.agreement import warn_unseen
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.reducer import Reducer, reducer_of, unmet
-from horovod_sparse.tensorflow.reduction import Reduction, settings_in
+from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
+from horovod_sparse.tensorflow.reduction import Reduction
 
 Function = Callable[..., Any]
-
-_INSTEAD = (
-    "give the optimizer to hvd.DistributedOptimizer(optimizer, compression=...) in place of the tape or, where only its "
-    "momentum matters, give the compressor momentum=0.9 and the optimizer none"
-)
-
 
 _signature = functools.cache(inspect.signature)
 
@@ -70,8 +62,6 @@ def _make_allreduce_grads_fn(stock: Function, *args: Any, **kwargs: Any) -> Any:
             f"optimizer must be one of Keras 3 with a sparsifier, got {given['name']} of legacy Keras or tf.compat.v1; leave "
             "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
         )
-    if "keras" in sys.modules:
-        _watch_optimizers()
     # A new tape is made in every step.
     return reducer_of(compression, Reduction.among(given), shared=True)
 
@@ -126,25 +116,6 @@ def _create_distributed_optimizer(stock: Function, *args: Any, **kwargs: Any) ->
         del given.arguments["keras"]
         return distributed(**given.arguments)
     return stock(*args, **kwargs)
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Warn from now on of Keras 3 optimizers that step with gradients of a sparse tape, which does not see them."""
-    import keras
-
-    stock = keras.optimizers.Optimizer.apply
-
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        # The `apply` of an optimizer that is distributed is its own.
-        if unmet and "apply" not in vars(self):
-            variables = trainable_variables or self._trainable_variables
-            for reducer in [one for one in unmet if one.names.know(variables)]:
-                unmet.discard(reducer)
-                warn_unseen(reducer.compressor, type(self).__name__, [settings_in(self)], _INSTEAD)
-        stock(self, grads, trainable_variables)
-
-    keras.optimizers.Optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
 
 
 def _join(stock: Function, *args: Any, **kwargs: Any) -> Any:

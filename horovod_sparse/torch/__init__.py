@@ -21,6 +21,8 @@ if stock.module is not None:
     from horovod_sparse.torch import seam
 
     seam.install()
+    # The star import has brought it as it was before.
+    DistributedOptimizer = stock.module.DistributedOptimizer
 
 # Not our own modules.
 __all__ = [name for name, one in globals().items() if name[0] != "_" and getattr(one, "__package__", "") != __name__]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,15 @@ def empty_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an empty sparse gradient for an embedding of this shape, with the type and on the device of `like`."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     return torch.sparse_coo_tensor(indices, like.new_empty((0, *shape[1:])), tuple(shape), check_invariants=False)
+
+
+def spoiled_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a sparse gradient whose only entries are NaN, with the type and on the device of `like`."""
+    indices, values = (
+        torch.zeros((1, 1), dtype=torch.int64, device=like.device),
+        like.new_full((1, *shape[1:]), math.nan),
+    )
+    return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
 
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:

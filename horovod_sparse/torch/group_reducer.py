@@ -50,7 +50,7 @@ class GroupReducer(TensorReducer):
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter] if self._used is None or parameter in self._used else None
 
-    def _target(self, parameter: Tensor) -> Tensor | None:
+    def _target(self, parameter: Tensor) -> Tensor:
         return self._step.gradients[parameter]
 
     def _take_all(self) -> None:

@@ -25,7 +25,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
-from horovod_sparse.torch.exchange import Collectives, empty_sparse
+from horovod_sparse.torch.exchange import Collectives, empty_sparse, spoiled_sparse
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import Routes, TensorReducer
@@ -136,8 +136,9 @@ class Reducer(TensorReducer):
 
     def _take_sparse(self, parameter: Tensor) -> None:
         gradient = parameter.grad if self._is_new(parameter) else None
-        if gradient is None:
-            gradient = empty_sparse(parameter.shape, parameter)
+        self._start_sparse(parameter, empty_sparse(parameter.shape, parameter) if gradient is None else gradient)
+
+    def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
         op = mpi_ops.Average if self._averages else mpi_ops.Sum
         self._step.sparse[parameter] = self._transport.start_sparse(gradient, self._routes.names[parameter], op)
 
@@ -162,10 +163,9 @@ class Reducer(TensorReducer):
             return None
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def _target(self, parameter: Tensor) -> Tensor | None:
-        if not parameter.requires_grad:
-            return None
+    def _target(self, parameter: Tensor) -> Tensor:
         if parameter.grad is None or parameter.grad.is_sparse:
+            # As stock Horovod does. Optimizers leave out parameters without a gradient.
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
@@ -176,7 +176,7 @@ class Reducer(TensorReducer):
     def synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         optimizer = self.optimizer
-        if optimizer._synchronized and not optimizer._handles:
+        if optimizer._synchronized and not optimizer._handles and self._holds_reduced():
             return
         try:
             if self.active:
@@ -187,6 +187,11 @@ class Reducer(TensorReducer):
             self._step = Step()
             self._restore_hooks()
         optimizer._synchronized = True
+
+    def _holds_reduced(self) -> bool:
+        """Return whether what the last reduction has left is there: `model.zero_grad()` drops it, or zeros it, on all ranks."""
+        there = [one.grad for one, reduced in self._reduced.items() if one.grad is not None and reduced() is one.grad]
+        return not self._reduced or any(one.is_sparse or bool(one.any()) for one in there)
 
     def _prepare(self) -> None:
         """Take what has not been taken, after the ranks have agreed on new parameters. If this raises, the others are told.
@@ -214,8 +219,7 @@ class Reducer(TensorReducer):
             reduced: Any = wait()
             if not pipeline.ops.all_finite(reduced._values()):
                 pipeline.fail([self._routes.names[parameter]])
-            if parameter.requires_grad:
-                parameter.grad = reduced
+            parameter.grad = reduced
 
     def _complete(self) -> None:
         stale = {
@@ -229,9 +233,8 @@ class Reducer(TensorReducer):
                 parameter.grad.copy_(gradient)
         for parameter in self._routes.sparse_as_dense:
             # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-            if parameter.requires_grad:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.to_sparse()
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_sparse()
         self._reduced = {one: TensorWeakRef(one.grad) for one in self._routes.names if one.grad is not None}
 
     def _is_stale(self, parameter: Tensor) -> bool:
@@ -248,9 +251,11 @@ class Reducer(TensorReducer):
     def give_up(self) -> None:
         step, pipeline = self._step, self.pipeline
         if pipeline is not None and step.begun and not pipeline.is_broken:
-            for name in self.sparse:
-                if name not in step.taken:
-                    self._take_sparse(next(one for one, known in self._routes.names.items() if known == name))
+            for parameter, name in self._routes.names.items():
+                if name in self.sparse and name not in step.taken:
+                    # All ranks see that it is not finite.
+                    self._start_sparse(parameter, spoiled_sparse(parameter.shape, parameter))
+                    pipeline.give_up()
             for wait in step.sparse.values():
                 wait()
         super().give_up()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import horovod
+import horovod.torch as horovod_torch
 import torch
 from horovod.common import process_sets
 from horovod.torch import mpi_ops
@@ -37,6 +39,8 @@ def install() -> None:
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    for module in (horovod_optimizer, horovod_torch):
+        _replace(module, "DistributedOptimizer", _distributed_optimizer)
     _replace(TorchState, "reset", _reset)
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     # All names of `hvd.join` end here, also those that were imported before.
@@ -44,6 +48,12 @@ def install() -> None:
 
 
 Method = Callable[..., Any]
+_REDUCED = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
+    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+"""Stock Horovod's warning."""
 
 
 def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
@@ -59,6 +69,18 @@ def _above_horovod(optimizer: Any) -> Any:
 
 
 # Each of these takes the stock method and returns its extension.
+
+
+def _distributed_optimizer(stock: Method) -> Method:
+    def extended(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be one of torch.optim, such as torch.optim.SGD(...), got {optimizer!r}; an optimizer of Keras "
+                "needs horovod_sparse.tensorflow.keras and a compressor of it"
+            )
+        return stock(optimizer, *args, **kwargs)
+
+    return extended
 
 
 def _init(stock: Method) -> Method:
@@ -168,9 +190,16 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
             self.synchronize()
         return loss
 
+    # The stock method reduces before a closure is evaluated, and calls itself without end if a class derives from this one.
+    own_step = _above_horovod(self).step
     try:
-        # Stock Horovod reduces before the closure is evaluated.
-        return stock(self) if closure is None else _above_horovod(self).step(reduced_closure)
+        if closure is not None:
+            return own_step(reduced_closure)
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(_REDUCED, stacklevel=3)
+            self.synchronize()
+        return own_step()
     finally:
         self._synchronized = False
 

@@ -73,8 +73,8 @@ class TensorReducer(Store):
         """Return the gradient that a parameter has got in this step, as a dense tensor; None if it has got none."""
 
     @abstractmethod
-    def _target(self, parameter: Tensor) -> Tensor | None:
-        """Return where the reduced gradient of a parameter belongs; None if it is not needed."""
+    def _target(self, parameter: Tensor) -> Tensor:
+        """Return where the reduced gradient of a parameter belongs."""
 
     # --- a step ---
 
@@ -157,8 +157,6 @@ class TensorReducer(Store):
         rounded: list[tuple[Tensor, Tensor]] = []
         for slot in slots:
             target = self._target(self._routes.in_buckets[slot.name])
-            if target is None:
-                continue
             if target.dtype in (torch.float32, torch.float64) and target.is_contiguous():
                 flat = target if target.dim() == 1 else target.view(-1)
             else:

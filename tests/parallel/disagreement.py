@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
-from stairs import Halving, dense_until
+from stairs import Halving
 
 import horovod_sparse
 from horovod_sparse.torch import TopK, reducer
@@ -33,11 +33,6 @@ def another_release_raises_on_all() -> None:
 @scenario(
     *EVERYWHERE,
     cases={
-        # The dense steps end later on one rank than on the others, which gather by then.
-        **{
-            f"dense-{name}": (dense_until(3, COMPRESSORS[name], hvd.size),)
-            for name in ("TopK", "TopK-union", "RandomK", "MiCRO")
-        },
         # Values would be summed at different entries, without a word.
         "RandomK": (COMPRESSORS["RandomK"],),
         "MiCRO": (COMPRESSORS["MiCRO"],),

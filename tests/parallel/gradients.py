@@ -174,7 +174,7 @@ def a_state_that_does_not_fit_the_embeddings_raises_on_all() -> None:
 def sparse_gradients_with_corrected_momentum_are_refused() -> None:
     for as_dense in (False, True):
         model = _Embedded()
-        optimizer = wrap(model, DGC(0.1, warmup=None), momentum=0.0, sparse_as_dense=as_dense)
+        optimizer = wrap(model, DGC(0.1, momentum=0.9, warmup=None), momentum=0.0, sparse_as_dense=as_dense)
         model(_words(0, hvd.rank())).backward()
         if as_dense:
             optimizer.step()

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
+import torch
 from stairs import Halving
 
-from horovod_sparse.torch import MomentumCorrection, Pairs
+from horovod_sparse.torch import DGC, MomentumCorrection, Pairs, TopK, Union
 
-from .common import COMPRESSORS, MakeCompression, everyone, gradient_of, normals, raised, reduce, wrap_parameters, zeros
+from .common import (
+    COMPRESSORS,
+    MakeCompression,
+    assert_identical,
+    digest,
+    everyone,
+    gradient_of,
+    normals,
+    raised,
+    reduce,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
 from .exchange import COMPRESSED, SHAPES
 from .makers import makers
-from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, scenario
+from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, scenario, warned
 
 
 def _local(step: int, rank: int) -> dict[str, np.ndarray]:
@@ -78,10 +93,11 @@ def numpy_workers_that_differ_all_raise() -> None:
     schedule({"weight": np.ones(1000)})
     state = schedule.state_dict()
     schedule({"weight": np.ones(1000)})
-    if hvd.rank() == 1:
-        schedule.load_state_dict(state)
-    message = raised(RuntimeError, lambda: schedule({"weight": np.ones(1000)}))
-    assert "different steps of a ratio that changes" in message
+    later = schedule.state_dict()
+    other_step = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(Halving(0.5, 0.1)))
+    mine = state if hvd.rank() == 1 else later
+    message = raised(ValueError, lambda: other_step.load_state_dict(mine, {"weight": np.ones(1000)}))
+    assert "'step'" in message
 
     another, arrays = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(Halving(0.5, 0.1))), np.ones(1000 + hvd.rank())
     message = raised(ValueError, lambda: another.load_state_dict(state, {"weight": arrays}))
@@ -97,43 +113,109 @@ def numpy_workers_that_differ_all_raise() -> None:
 
     sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1), average=False)
     gradients = {"weight": np.ones(1000), "small": np.full(3, np.inf if hvd.rank() == 1 else 1.0)}
-    message = raised(FloatingPointError, lambda: sparse_allreduce(gradients))
-    assert f"rank {hvd.rank()}: the gradient of" in message
+    reduced = {}
+    (text,) = warned(lambda: reduced.update(sparse_allreduce(gradients)))
+    assert f"rank {hvd.rank()}: the gradient of 'small' on rank 1 holds NaN or infinity" in text
+    assert np.isnan(reduced["small"]).all() and np.isfinite(reduced["weight"]).all()
     total = sparse_allreduce({"weight": np.ones(1000), "small": np.ones(3)})
     np.testing.assert_array_equal(total["small"], hvd.size() * np.ones(3))
+    assert sparse_allreduce.steps == 1
+
+
+@scenario(*MPI)
+def a_numpy_worker_that_raises_gives_the_call_up_for_all() -> None:
+    """Nothing is left of the step on any worker, and all go on."""
+    from mpi4py import MPI
+
+    from horovod_sparse.numpy import DGC, SparseAllreduce
+
+    shapes = {"first": (40, 50), "second": (3000,), "small": (30,)}
+    plain, disturbed = (SparseAllreduce(MPI.COMM_WORLD, DGC(0.05, momentum=0.9, warmup=None)) for _ in range(2))
+    for step in range(5):
+        local = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in shapes.items()}
+        if step in (2, 3):
+            wrong = {**local, "second": np.zeros(5)} if hvd.rank() == 1 else local
+            message = raised(ValueError if hvd.rank() == 1 else RuntimeError, lambda wrong=wrong: disturbed(wrong))
+            assert hvd.rank() == 1 or "rank 1 has given up this step" in message, message
+        expected, found = plain(local), disturbed(local)
+        for name in shapes:
+            np.testing.assert_array_equal(found[name], expected[name])
 
 
 # --- NaN and infinity ---
 
+_NOT_FINITE: dict[str, MakeCompression] = {
+    **{name: COMPRESSORS[name] for name in ("TopK", "MiCRO", "RandomK")},
+    "momentum": lambda **settings: DGC(0.01, momentum=0.9, warmup=None, **settings),
+    "union": lambda **settings: TopK(0.01, exchange=Union(), warmup=None, **settings),
+}
+
 
 @scenario(
     *EVERYWHERE,
-    cases={
-        f"{name}-{where}": (COMPRESSORS[name], where)
-        for name in ("TopK", "MiCRO", "RandomK")
-        for where in ("second", "small")
-    },
+    cases={f"{name}-{where}": (_NOT_FINITE[name], where) for name in _NOT_FINITE for where in ("second", "small")},
 )
-def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression, where: str) -> None:
+def not_finite_comes_out_as_nan_and_the_step_has_never_been(make: MakeCompression, where: str) -> None:
+    """On every rank, for the parameters of the bucket. A warning names parameter and rank, once."""
     parameters = zeros(SHAPES)
     compression = make(granularity="layer")
     optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
-    memory = {name: np.zeros(SHAPES[name], np.float32) for name in SHAPES if name != "small"}
-    for step in range(5):
+    texts: list[str] = []
+    for step in range(6):
         local = _local(step, hvd.rank())
-        if step in (0, 2) and hvd.rank() == 1:
-            local[where][3] = float("nan")
-        if step not in (0, 2):
-            reduce(optimizer, parameters, local)
-            assert all(np.isfinite(gradient_of(parameter)).all() for parameter in parameters.values())
-        else:
-            messages = everyone(raised(FloatingPointError, lambda local=local: reduce(optimizer, parameters, local)))
-            assert all(f"rank {rank}: the gradient of" in message for rank, message in enumerate(messages))
-            assert f"parameter {where!r} holds NaN" in messages[1] and "scale_with(scaler)" in messages[1]
-        state = compression.state_dict()["residuals"]
-        for name, residual in state.items():
-            if step in (0, 2):
-                # Nothing was applied, so nothing may have left the residual, and all that is finite is in it.
-                expected = memory[name] + np.where(np.isfinite(local[name]), local[name], np.float32(0))
-                np.testing.assert_array_equal(residual.numpy(), expected, err_msg=f"{name}, {step}")
-            memory[name] = residual.numpy().copy()
+        bad = step in (0, 2, 3)
+        if bad and hvd.rank() == 1:
+            local[where][3] = float("nan") if step < 3 else float("inf")
+        before, steps = compression.state_dict(), compression.steps
+        texts += warned(lambda local=local: reduce(optimizer, parameters, local))
+        assert {name for name, one in parameters.items() if one.grad.isnan().all()} == ({where} if bad else set())
+        assert all(np.isfinite(gradient_of(one)).all() for name, one in parameters.items() if name != where or not bad)
+        assert_equal_everywhere(parameters)
+        if not bad:
+            assert compression.steps == steps + 1
+        elif steps:
+            now, exactly = compression.state_dict(), compression.momentum_correction is not None
+            assert now["adaptive"] == before["adaptive"] and compression.steps == steps
+            for part in ("residuals", "velocities"):
+                for name, array in before[part].items():
+                    tolerance = 0.0 if exactly else 1e-5
+                    torch.testing.assert_close(now[part][name], array, rtol=tolerance, atol=tolerance, msg=name)
+    (text,) = texts
+    assert f"rank {hvd.rank()}: the gradient of {where!r} on rank 1 holds NaN or infinity" in text
+
+
+def assert_equal_everywhere(parameters: Mapping[str, Any]) -> None:
+    """Gradients have the same bits on every rank, but one NaN is as good as another."""
+    digests = everyone(digest(one.grad.nan_to_num(nan=12345.0) for one in parameters.values()))
+    assert len({*digests}) == 1, digests
+
+
+@scenario(*EVERYWHERE, cases={"sparse": (False,), "sparse_as_dense": (True,)})
+def not_finite_in_an_embedding_makes_the_step_fail(as_dense: bool) -> None:
+    """Residuals of the other parameters are as before, and their reduced gradients are there, as with dense averages."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Embedding(60, 20, sparse=True), torch.nn.Linear(20, 30))
+    compression = TopK(0.1, warmup=None)
+    optimizer = wrap(model, compression, momentum=0.0, sparse_as_dense=as_dense)
+    words = torch.arange(8) + hvd.rank()
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(words).square().mean()
+        before = compression.state_dict()["residuals"]
+        if step == 2:
+            # Only the embedding's gradient overflows.
+            vectors = model[0](words)
+            loss = loss + (vectors * (float("inf") if hvd.rank() == 1 else 0.0)).sum()
+        loss.backward()
+        texts = warned(optimizer.synchronize)
+        gradient = model[0].weight.grad.to_dense()
+        assert bool(gradient.isfinite().all()) == (step != 2) and bool(model[1].weight.grad.isfinite().all())
+        if step == 2:
+            assert "'0.weight' on rank 1 holds NaN" in texts[0], texts
+            for name, residual in compression.state_dict()["residuals"].items():
+                torch.testing.assert_close(residual, before[name], rtol=1e-5, atol=1e-6)
+            continue
+        assert not texts
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_identical(model)

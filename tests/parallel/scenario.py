@@ -30,10 +30,10 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 MODULES = {
     "torch": (
         "training exchange gradients usage wrappers states scaling policies momentum disagreement "
-        "parameters local detached compiled programs.laws programs.conservation"
+        "parameters local ahead compiled programs.laws programs.conservation"
     ),
-    "tensorflow": "tf.tape tf.keras3 tf.momentum tf.updates tf.states tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local ddp.sharded detached scaling compiled programs.laws programs.conservation",
+    "tensorflow": "tf.tape tf.keras3 tf.programs tf.states tf.scaling tf.parameters",
+    "ddp": "ddp.hook momentum local ddp.sharded ahead scaling compiled programs.laws programs.conservation",
 }
 """Where the scenarios of a framework are."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import torch
 from torch import nn
 
@@ -95,15 +96,19 @@ def a_wrapped_optimizer_takes_parameters_and_scaler(wrapper: Callable[[Any], Any
             optimizer.zero_grad()
             loss = loss_of(model, step)
             scaler.scale(loss * float("inf") if step == 1 and hvd.rank() == 1 else loss).backward()
-            scaler.step(optimizer)
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
             scaler.update()
+        assert scaler.get_scale() == 4.0
     assert digest(models[0].parameters()) == digest(models[1].parameters())
     assert_identical(models[1])
 
 
 @scenario(MPI_2)
 def libraries_that_clip_need_synchronize_alone() -> None:
-    """They step without `skip_synchronize`, or clip within a closure. Nothing is reduced twice, and nothing warns."""
+    """They step without `skip_synchronize`, as stock Horovod warns, or clip within a closure. Nothing is reduced twice."""
     models = [small_model() for _ in range(3)]
     known, stepping, closing = (wrap(model, _compression()) for model in models)
 
@@ -120,7 +125,8 @@ def libraries_that_clip_need_synchronize_alone() -> None:
             with known.skip_synchronize():
                 known.step()
             clipped(models[1], stepping, step)
-            stepping.step()
+            with pytest.warns(UserWarning, match="called without optimizer.skip_synchronize"):
+                stepping.step()
             closing.step(lambda step=step: clipped(models[2], closing, step))
     assert len({digest(model.parameters()) for model in models}) == 1
     assert_identical(models[0])

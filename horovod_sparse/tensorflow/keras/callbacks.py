@@ -8,7 +8,6 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.keras import callbacks as stock
-from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
 
 from horovod_sparse.tensorflow.names import broadcast_variables, plain
 
@@ -56,3 +55,13 @@ class MetricAverageCallback(stock.MetricAverageCallback):
         with tf.device(self.device):
             values = hvd.allreduce(tf.constant([float(logs[name]) for name in names], tf.float64), name="metrics")
         logs.update(zip(names, values.numpy().tolist(), strict=True))
+
+
+def __getattr__(name: str) -> Any:
+    """Say what stands in for a callback of Horovod's that does not work with Keras 3."""
+    if name == "BestModelCheckpoint":
+        raise AttributeError(
+            "BestModelCheckpoint needs Horovod's Spark estimator, which tells it a path; use "
+            "keras.callbacks.ModelCheckpoint(path, save_best_only=True), on rank 0"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

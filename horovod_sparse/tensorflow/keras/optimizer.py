@@ -9,30 +9,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.tensorflow as horovod_tensorflow
 import keras
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
+from horovod_sparse.core.agreement import advice, check_momentum
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import make_variable
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, is_scaler, spoiled
-from horovod_sparse.tensorflow.keras.momentum import moved_momentum, without_momentum
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
-from horovod_sparse.tensorflow.reduction import Reduction, settings_in
+from horovod_sparse.tensorflow.reduction import Reduction
+
+_INSTEAD = "SGD with momentum ends 1 to 3 % above it"
 
 Tensor = Any
 Variable = Any
 
-# Takes gradients, their variables, and the optimizer or the LossScaleOptimizer around it.
-Reduce = Callable[[list[Any], list[Variable], Any], list[Any]]
-# Takes gradients and their variables.
+# Both take gradients and their variables.
+Reduce = Callable[[list[Any], list[Variable]], list[Any]]
 Apply = Callable[[list[Any], list[Variable]], None]
 
 
@@ -59,26 +57,13 @@ def distributed(
     # A LossScaleOptimizer calls the distributed `apply` of the optimizer inside of it (`follow_scalers`).
     inner = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
     _check(inner, passes, reduction)
-    reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
-        compression.check_free()
-        settings = [settings_in(inner)]
-        updates = exchanges_updates(compression, settings)
-        if updates and inner.use_ema:
-            raise ValueError(
-                "optimizer must have use_ema=False where updates are exchanged, got True: it would average what this worker "
-                "alone has stepped to; pass updates=False to the compressor, or average the weights in a callback"
-            )
-        if updates:
-            reduction = replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
-        else:
-            check_optimizer(compression, type(inner).__name__, settings)
+        groups = [vars(one) for one in (inner, *getattr(inner, "optimizers", ()))]
+        check_momentum(compression, groups)
         reducer = reducer_of(compression, reduction, shared=False)
-        if updates and reducer.active:
-            reducer.updates = f"updates of {type(inner).__name__} in place of gradients"
-            reducer.lengths.grow = divides(settings)
+        reducer.advice = advice(type(inner).__name__, groups, _INSTEAD)
         reducer.settings = functools.partial(_settings_of, inner, reducer, passes, average_aggregated_gradients)
-        reduce: Reduce = functools.partial(_reduce_sparse, reducer)
+        reduce: Reduce = functools.partial(_reduce_sparse, reducer, inner)
     else:
         # Horovod tells the members of lists by name, but Keras variables share a few names ("kernel:0").
         arguments["groups"] = None if isinstance(reduction.groups, list) else reduction.groups
@@ -88,7 +73,6 @@ def distributed(
     inner.apply = DistributedApply(
         inner,
         reduce,
-        reducer,
         accumulator=_Accumulator(passes) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
@@ -103,16 +87,12 @@ class DistributedApply:
 
     optimizer: Any
     reduce: Reduce
-    reducer: Reducer | None
-    """None if the reduction is dense."""
     accumulator: _Accumulator | None
     passes_divisor: int
     local_divisor: int
     """What the gradients of local variables are divided by."""
     local_variables: set[Any] = field(default_factory=set)
     """References to variables whose gradients are not reduced."""
-    _moves: bool = False
-    """Whether the optimizer's momentum is applied before the selection."""
     _begun: bool = False
     _reduced_already: bool = False
     """Whether gradients that have been reduced are being applied, by a LossScaleOptimizer or directly."""
@@ -127,13 +107,10 @@ class DistributedApply:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Reduce the gradients and apply them; with several passes per step, only in the last pass."""
-        if not self._reduced_already:
-            self.step(grads, trainable_variables, self.optimizer, self)
-            return
-        pairs = zip(trainable_variables or (), grads, strict=False)
-        given = [variable for variable, gradient in pairs if gradient is not None]
-        with without_momentum(self.optimizer, given) if self._moves else nullcontext():
+        if self._reduced_already:
             self._stock_apply(grads, trainable_variables)
+        else:
+            self.step(grads, trainable_variables, self.optimizer, self)
 
     def step(
         self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None, optimizer: Any, stock_apply: Apply
@@ -161,9 +138,6 @@ class DistributedApply:
             return
         if not self._begun or not tf.executing_eagerly():
             _check_callers(optimizer)
-        if not self._begun and self.reducer is not None and self.reducer.active:
-            can_move = not self.local_variables
-            self._moves = moved_momentum(self.reducer.compressor, self.optimizer, grads, variables, can_move=can_move)
         self._begun = True
         if self.accumulator is None:
             self._reduce_and_apply(grads, variables, optimizer, apply)
@@ -194,75 +168,32 @@ class DistributedApply:
         is_local = [plain(variable).ref() in self.local_variables for variable in variables]
         divisors = [passes * (self.local_divisor if local else 1) for local in is_local]
         exchanged = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
-        if self.reducer is not None and self.reducer.updates is not None:
-            own = [_divide(*pair) for pair in zip(gradients, divisors, strict=True)]
-            each = zip(variables, gradients, is_local, strict=True)
-            moving = [one for one, gradient, local in each if not local and (one.trainable or gradient is not None)]
-            self._exchange_updates(own, variables, moving, optimizer, apply)
-            return
         given = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
         if is_scaler(optimizer) and any(is_local):
             given = spoiled(given, [gradient for gradient, local in zip(gradients, is_local, strict=True) if local])
-        reduced = iter(self.reduce(given, exchanged, optimizer))
+        reduced = iter(self.reduce(given, exchanged))
         found = [gradient if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
         apply([_divide(*pair) for pair in zip(found, divisors, strict=True)], variables)
 
-    def _exchange_updates(
-        self, gradients: list[Any], variables: list[Variable], exchanged: list[Variable], optimizer: Any, apply: Apply
-    ) -> None:
-        """Apply this worker's gradients, and exchange how far that has moved the variables, some of which are `exchanged`.
-
-        If a gradient holds NaN or infinity, the exchange raises on all workers, and the optimizer has seen zeros. A
-        LossScaleOptimizer leaves out the step of this worker instead. If the exchange raises, the variables are as before.
-        """
-        assert self.reducer is not None
-        before = [tf.identity(plain(variable)) for variable in exchanged]
-        scales, done = is_scaler(optimizer), self.optimizer.iterations + 1
-        if any(gradient is not None for gradient in gradients):
-            apply(gradients if scales else [_finite(gradient) for gradient in gradients], variables)
-        # A step that a worker leaves out counts, as on the others.
-        self.optimizer.iterations.assign(done)
-        moved = [start - plain(variable) for start, variable in zip(before, exchanged, strict=True)]
-        if not scales:
-            moved = spoiled(moved, gradients)
-        for start, variable in zip(before, exchanged, strict=True):
-            plain(variable).assign(start)
-        for mean, variable in zip(self.reducer.means_of_updates(moved, exchanged), exchanged, strict=True):
-            plain(variable).assign_sub(mean)
-            if getattr(variable, "constraint", None) is not None:
-                variable.assign(variable.constraint(variable))
-
 
 def _reduce_dense(
-    stock: Callable[..., list[Any]], process_set: Any, gradients: list[Any], variables: list[Variable], optimizer: Any
+    stock: Callable[..., list[Any]], process_set: Any, gradients: list[Any], variables: list[Variable]
 ) -> list[Any]:
     """Reduce as stock Horovod does. On workers outside of the process set, gradients stay unchanged."""
     return stock(gradients, [plain(one) for one in variables]) if process_set.included() else gradients
 
 
-def _reduce_sparse(reducer: Reducer, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-    rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
-    if is_scaler(optimizer):
-        reducer.undoes = True
-        scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
-        return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
-    # Undo a fixed loss scale. Nothing leaves out a step because of it.
-    factor = optimizer.loss_scale_factor or 1
-    gradients = [_divide(gradient, factor) for gradient in gradients]
-    return [_divide(gradient, 1 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
+def _reduce_sparse(reducer: Reducer, optimizer: Any, gradients: list[Any], variables: list[Variable]) -> list[Any]:
+    rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
+    return list(reducer(gradients, variables, learning_rate=rate))
 
 
 def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
-    compression = reducer.compressor
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
-    settings["updates"] = str(reducer.updates)
-    if compression.in_updates:
+    if reducer.compressor.lr_in_residual:
         with tf.init_scope():
             settings["learning_rate"] = repr(float(tf.convert_to_tensor(optimizer.learning_rate)))
-        settings["momentum"] = str(getattr(optimizer, "momentum", None))
-    if compression.momentum_correction is not None:
-        settings["momentum before the selection"] = repr(compression.momentum_correction)
     return settings
 
 
@@ -296,20 +227,11 @@ class _Accumulator:
 
 
 def _divide(gradient: Any, divisor: float) -> Any:
-    if divisor == 1:
+    if gradient is None or divisor == 1:
         return gradient
-    return _on_values(lambda values: values / tf.cast(divisor, values.dtype), gradient)
-
-
-def _finite(gradient: Any) -> Any:
-    """Return a gradient in which NaN and infinity are zero."""
-    return _on_values(lambda values: tf.where(tf.math.is_finite(values), values, tf.zeros_like(values)), gradient)
-
-
-def _on_values(function: Callable[[Tensor], Tensor], gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else function(gradient)
+        return tf.IndexedSlices(_divide(gradient.values, divisor), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(divisor, gradient.dtype)
 
 
 def _check(optimizer: Any, passes: int, reduction: Reduction) -> None:
@@ -322,13 +244,6 @@ def _check(optimizer: Any, passes: int, reduction: Reduction) -> None:
         raise ValueError(f"optimizer must be a plain one, but {optimizer.name!r} is distributed already")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes!r}")
-    steps = optimizer.gradient_accumulation_steps
-    if steps:
-        raise ValueError(
-            f"optimizer must have gradient_accumulation_steps=None, got {steps}: Keras sums after the reduction, which would "
-            f"send every pass; use hvd.DistributedOptimizer(..., backward_passes_per_step={steps}, "
-            "average_aggregated_gradients=True)"
-        )
     predivide = reduction.gradient_predivide_factor
     if predivide != 1.0 and not reduction.averages:
         raise ValueError(

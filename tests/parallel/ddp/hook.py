@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import gc
 from collections.abc import Sequence
 from functools import partial
 from itertools import cycle
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK, comm_hook, register
+from horovod_sparse.torch import NoOp, SIDCo, TopK, Union, comm_hook, register
 from horovod_sparse.torch.group import Group
 
 from ..common import (
@@ -38,7 +39,7 @@ from ..common import (
     train,
     whole_numbers,
 )
-from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
+from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario, warned
 from .common import Exact, adamw, reduce, sgd, train_in_passes, wrap
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
@@ -69,25 +70,6 @@ def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -
             np.testing.assert_allclose(reduced[name], gradient, rtol=1e-6, atol=1e-6, err_msg=f"{name}, {step}")
     mine, theirs = compression.stats().mean.total, oracle.pipelines[hvd.rank()].stats().mean.total
     assert mine.count == theirs.count > 0
-
-
-@scenario(TORCHRUN_2)
-def parameters_of_no_model_keep_their_momentum() -> None:
-    """Where updates are exchanged they are refused."""
-    extra = nn.Parameter(torch.zeros(5))
-    model = small_model()
-    mine = torch.optim.SGD([*model.parameters(), extra], lr=0.05, momentum=0.9, weight_decay=0.1)
-    trained, _ = distributed(model, mine, SIDCo(0.05))
-    alone = nn.Parameter(extra.detach().clone())
-    its = torch.optim.SGD([alone], lr=0.05, momentum=0.9, weight_decay=0.1)
-    for step in range(3):
-        loss_of(trained, step).backward()
-        extra.grad, alone.grad = torch.ones(5), torch.ones(5)
-        mine.step()
-        its.step()
-    assert torch.equal(extra, alone)
-    adam = torch.optim.AdamW([*model.parameters(), extra])
-    assert "1 others" in raised(ValueError, lambda: distributed(model, adam, SIDCo(0.05)))
 
 
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -187,7 +169,7 @@ def autocast_and_memory_layouts() -> None:
     assert_identical(model)
 
 
-@scenario(TORCHRUN_2, cases={"gradients": (sgd,), "updates": (adamw,)})
+@scenario(TORCHRUN_2, cases={"SGD": (sgd,), "AdamW": (adamw,)})
 def passes_without_synchronisation_are_one_step(step: Any) -> None:
     results = []
     for passes in (1, 2):
@@ -234,7 +216,7 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
     cases={
         "TopK": (partial(TopK, 1.0), sgd),
         "SIDCo": (partial(SIDCo, 0.05), sgd),
-        "updates": (partial(TopK, 0.02, warmup=None), adamw),
+        "AdamW": (partial(TopK, 0.02, warmup=None), adamw),
     },
 )
 def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, step: Any) -> None:
@@ -253,17 +235,24 @@ def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, step: Any) 
 
 
 @scenario(TORCHRUN_2)
-def a_rank_without_data_raises_as_the_others_do() -> None:
-    network = overflowing()
-    model = wrap(network, TopK(0.05, granularity=BUCKET_BYTES, warmup=None))
+def a_rank_without_data_takes_part_in_a_step_that_fails() -> None:
+    network, compression = overflowing(), TopK(0.05, granularity=BUCKET_BYTES, warmup=None)
+    model = wrap(network, compression)
+    optimizer = sgd(model)
 
     def uneven() -> None:
         with model.join():
-            for step in range(2 + 2 * hvd.rank()):
+            for step in range(2 + 3 * hvd.rank()):
                 network.overflows = step == 3
-                train(model, sgd(model), [step])
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if step != 3:
+                    optimizer.step()
 
-    assert "holds NaN or infinity" in raised(FloatingPointError, uneven)
+    (text,) = warned(uneven)
+    assert "'0.weight' on rank 1 holds NaN or infinity" in text, text
+    assert compression.steps == 4
+    assert_identical(network)
 
 
 @scenario(TORCHRUN_2, cases={"reentrant": (True,), "not-reentrant": (False,)})
@@ -308,20 +297,107 @@ def sparse_gradients_are_refused_by_name() -> None:
     assert "got sparse ones of ['0.weight']" in raised(ValueError, loss.backward)
 
 
-@scenario(*TORCHRUN)
-def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
+@scenario(*TORCHRUN, cases={"names": (True,), "bare hook": (False,)})
+def not_finite_is_nan_on_all_ranks_and_training_goes_on(named: bool) -> None:
+    """Whether to leave the step out, all ranks decide alike. What waits is as before the step, to rounding."""
     network, compression = overflowing(), SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
-    model = wrap(network, compression)
-    optimizer = sgd(model)
+    model = wrap(network)
+    if named:
+        register(model, compression)
+    else:
+        model.register_comm_hook(compression, comm_hook)
+    optimizer, texts = sgd(model), []
     for step in range(12):
-        network.overflows = step % 4 == 2 and hvd.rank() == 1
+        fails = step % 4 == 2
+        network.overflows = fails and hvd.rank() == 1
         optimizer.zero_grad()
-        if step % 4 == 2:
-            text = raised(FloatingPointError, lambda step=step: loss_of(model, step).backward())
-            assert "parameter '0.weight'" in text if hvd.rank() == 1 else "of another rank" in text, text
-        else:
-            loss_of(model, step).backward()
+        before, steps = compression.state_dict(), compression.steps
+        texts += warned(loss_of(model, step).backward)
+        norm = nn.utils.get_total_norm([one.grad for one in model.parameters()])
+        assert bool(norm.isfinite()) == (not fails)
+        if not fails:
             optimizer.step()
+            continue
+        assert bool(network[0].weight.grad.isnan().all()) and bool(network[6].weight.grad.isfinite().all())
+        now = compression.state_dict()
+        assert now["adaptive"] == before["adaptive"] and compression.steps == steps
+        for name, residual in before["residuals"].items():
+            torch.testing.assert_close(now["residuals"][name], residual, rtol=1e-5, atol=1e-6)
+    (text,) = texts
+    assert "on rank 1 holds NaN or infinity" in text and ("'0.weight'" in text) == named, text
+    assert compression.steps == 9
+    assert_identical(model)
+
+
+@scenario(
+    *TORCHRUN, cases={"TopK": (partial(TopK, 0.02, warmup=None),), "union": (partial(TopK, 0.02, exchange=Union()),)}
+)
+def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
+    """Then DDP cannot go on itself, but the network can, in a new one, with what has waited."""
+
+    def stop(_: torch.Tensor) -> None:
+        raise KeyError("stopped")
+
+    network, culprit = small_model(), hvd.size() - 1
+    compression = make(granularity=BUCKET_BYTES)
+    model = wrap(network, compression)
+    train(model, sgd(model), range(3))
+    state = compression.state_dict()
+    loss = loss_of(model, 3)
+    if hvd.rank() == culprit:
+        # The first layer's gradient comes last: other buckets are on their way.
+        with network[0].weight.register_hook(stop):
+            raised(KeyError, loss.backward)
+        compression.state_dict()
+    else:
+        text = raised(RuntimeError, loss.backward)
+        assert f"rank {culprit} has given up this step" in text, text
+    now = compression.state_dict()
+    assert now["adaptive"] == state["adaptive"] and compression.steps == 3
+    for name, residual in state["residuals"].items():
+        torch.testing.assert_close(now["residuals"][name], residual, rtol=1e-5, atol=1e-6)
+    network.zero_grad()
+    again = make(granularity=BUCKET_BYTES)
+    model = wrap(network, again)
+    again.load_state_dict(now)
+    train(model, sgd(model), range(4, 7))
+    assert_identical(network)
+
+
+@scenario(TORCHRUN_2, cases={"names": (True,), "bare hook": (False,)})
+def hooks_are_gone_with_the_compression(named: bool) -> None:
+    """After three stages, each with a new DDP and a new compression."""
+    network = small_model()
+    counts = []
+    for stage in range(3):
+        model, compression = DistributedDataParallel(network, find_unused_parameters=True), TopK(0.05, warmup=None)
+        if named:
+            register(model, compression)
+        else:
+            model.register_comm_hook(compression, comm_hook)
+        train(model, sgd(model), range(3 * stage, 3 * stage + 3))
+        counts.append([len(one._post_accumulate_grad_hooks or ()) for one in network.parameters()])
+        del model, compression
+        gc.collect()
+    assert counts == [[1] * 8] * 3, counts
+    assert not any(one._post_accumulate_grad_hooks for one in network.parameters())
+    assert_identical(network)
+
+
+@scenario(TORCHRUN_2, cases={"no-unused": ({},), "unused": ({"find_unused_parameters": True},)})
+def the_bare_hook_compares_nothing_on_the_host(arguments: dict[str, Any]) -> None:
+    """In no step but the first are values told, and nothing waits for a device."""
+    model, compression = wrap(small_model(), **arguments), TopK(0.05, granularity=BUCKET_BYTES, warmup=None)
+    model.register_comm_hook(compression, comm_hook)
+    optimizer = sgd(model)
+    train(model, optimizer, range(2))
+    with (
+        patch.object(Group, "everyone", side_effect=AssertionError("told")),
+        patch.object(torch.Tensor, "equal", side_effect=AssertionError("compared")),
+        patch.object(torch, "equal", side_effect=AssertionError("compared")),
+    ):
+        train(model, optimizer, range(2, 5))
+    assert compression.store.optimizer is None
     assert_identical(model)
 
 
@@ -354,18 +430,18 @@ def a_state_that_does_not_fit_raises_on_all() -> None:
 
 
 @scenario(TORCHRUN_2)
-def other_steps_of_a_schedule_raise_on_all() -> None:
+def states_of_other_steps_raise_on_all() -> None:
+    """When they are loaded before the first step."""
+    saved = TopK(0.01, granularity=BUCKET_BYTES, warmup=3.0)
+    other = wrap(small_model(), saved)
+    train(other, sgd(other), range(2))
+    early = saved.state_dict()
+    train(other, sgd(other), range(2, 3))
     compression = TopK(0.01, granularity=BUCKET_BYTES, warmup=3.0)
     model = wrap(small_model(), compression)
-    optimizer = sgd(model)
-    train(model, optimizer, range(2))
-    if hvd.rank() == 1:
-        compression.reset()
-    text = raised(RuntimeError, lambda: train(model, optimizer, range(1)))
-    assert "the ranks are in different steps of a ratio that changes, [2, 0]" in text, text
-
-
-# --- updates in place of gradients ---
+    compression.load_state_dict(early if hvd.rank() == 1 else saved.state_dict())
+    text = raised(ValueError, lambda: loss_of(model, 3).backward())
+    assert "'step': " in text and "'2'" in text and "'3'" in text, text
 
 
 class Sometimes(nn.Module):
@@ -399,25 +475,3 @@ def parameters_that_are_not_used_do_not_move(as_view: bool) -> None:
         optimizer.step()
         assert (digest(model.second.parameters()) == before) == (step < 2)
         assert_identical(model)
-
-
-@scenario(TORCHRUN_2)
-def schedulers_and_step_go_together() -> None:
-    """Also a scheduler that was there first. Both replace `step`."""
-    results = []
-    for comes_first in (True, False):
-        model = small_model()
-        adam = adamw(model)
-        before = torch.optim.lr_scheduler.StepLR(adam, 2) if comes_first else None
-        wrapped, optimizer = distributed(model, adam, TopK(0.02, warmup=None))
-        scheduler = before or torch.optim.lr_scheduler.StepLR(adam, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for step in range(4):
-                optimizer.zero_grad()
-                loss_of(wrapped, step).backward()
-                optimizer.step()
-                scheduler.step()
-        assert_identical(model)
-        results.append(digest(model.parameters()))
-    assert results[0] == results[1]

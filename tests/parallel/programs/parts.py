@@ -297,7 +297,8 @@ def layers_added_late(way: Way) -> nn.Module:
     _frozen(module, [4], True)
     way.train(module, optimizer, range(4))
     _frozen(module, [4], False)
-    optimizer.add_param_group({"params": [*last.parameters()], "lr": 0.05})
+    # Horovod's optimizer does not know the defaults of the one that it was made of.
+    optimizer.add_param_group({"params": [*last.parameters()], "lr": 0.05, "momentum": 0.9})
     way.train(module, optimizer, range(4, 8))
     return module
 

@@ -220,14 +220,6 @@ def a_step_after_synchronize_without_skipping(way: Way) -> nn.Module:
     return module
 
 
-@program(HOROVOD, cases={"number": (2,), "list": (None,)})
-def groups_of_horovod(way: Way, number: int | None) -> nn.Module:
-    module = net()
-    groups = number or [[module[0].weight, module[0].bias], [module[2].weight]]
-    way.train(module, way.horovod(sgd(module), named(module), groups=groups), range(8))
-    return module
-
-
 @program(HOROVOD, cases={"sum": (True,), "predivided": (False,)})
 def operations_of_horovod(way: Way, is_sum: bool) -> nn.Module:
     module = net()
