@@ -15,7 +15,7 @@ from horovod_sparse.core.agreement import advice, agree_on_states
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
-from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes, step_of
+from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -187,7 +187,7 @@ class TensorReducer(Store):
         """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks."""
         pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
         transport, no_bucket = self._transport, () if self._sparse_as_dense else sparse
-        agree_on_states(lambda: self._check(state, new, no_bucket), step_of(state), transport)
+        agree_on_states(lambda: self._check(state, new, no_bucket), state, transport)
         if pipeline is None:
             pipeline = Pipeline(
                 tensor_ops(),
