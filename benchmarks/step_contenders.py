@@ -152,11 +152,7 @@ Contender = Callable[[nn.Module, Any, Settings], Made]
 _EVERYWHERE = partial(sharded, dimensions=("replicate", "shard"))
 SPARSE: dict[str, Contender] = {
     "SIDCo 0.01": partial(sparse, partial(hvd.SIDCo, 0.01)),
-    "SIDCo 0.01 balanced": partial(sparse, partial(hvd.SIDCo, 0.01, exchange=hvd.Balanced())),
-    "SIDCo 0.01 hierarchical": partial(sparse, partial(hvd.SIDCo, 0.01, exchange=hvd.Hierarchical())),
     "SIDCo 0.001": partial(sparse, partial(hvd.SIDCo, 0.001)),
-    "SIDCo 0.001 balanced": partial(sparse, partial(hvd.SIDCo, 0.001, exchange=hvd.Balanced())),
-    "SIDCo 0.001 hierarchical": partial(sparse, partial(hvd.SIDCo, 0.001, exchange=hvd.Hierarchical())),
     "FSDP SIDCo 0.01": partial(sharded, make=partial(hvd.SIDCo, 0.01)),
     "FSDP SIDCo 0.001": partial(sharded, make=partial(hvd.SIDCo, 0.001)),
     "TopK 0.001": partial(sparse, partial(hvd.TopK, 0.001)),

@@ -28,8 +28,6 @@ COMPRESSIONS = ["none", "fp16", *CLASSES]
 EXCHANGES = {
     "pairs": ("Pairs",),
     "packed": ("Pairs", "packed"),
-    "balanced": ("Balanced",),
-    "hierarchical": ("Hierarchical",),
     "union": ("Union",),
     "shared": ("SharedIndices",),
 }

@@ -4,8 +4,6 @@ from horovod_sparse.compressors.momentum import Clip as Clip
 from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule as Schedule
 from horovod_sparse.core.joining import joined as joined
-from horovod_sparse.exchange.balanced import Balanced as Balanced
-from horovod_sparse.exchange.hierarchical import Hierarchical as Hierarchical
 from horovod_sparse.exchange.pairs import Pairs as Pairs
 from horovod_sparse.exchange.shared import SharedIndices as SharedIndices
 from horovod_sparse.exchange.union import Union as Union

@@ -27,7 +27,6 @@ def sparse(name: str, ratio: str, *options: str) -> list[str]:
 CONSTANT = {
     **{f"{name} 0.01": sparse(name, "0.01", *BARE) for name in COMPRESSORS},
     **{f"{name} 0.001": sparse(name, "0.001", *BARE) for name in ("SIDCo", "TopK", "DGC")},
-    **{f"SIDCo {ratio}, balanced": sparse("SIDCo", ratio, "--exchange", "balanced", *BARE) for ratio in RATIOS},
 }
 PLAIN = {f"{name}({ratio})": sparse(name, ratio) for name in ("SIDCo", "TopK", "DGC", "MiCRO") for ratio in RATIOS}
 """The plain line: momentum moves before the selection, the ratio comes down with time, and feedback is detached."""

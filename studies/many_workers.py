@@ -38,7 +38,7 @@ PICTURE = around.ROOT / "docs" / "evidence" / "scale.png"
 SIZES = ((64, 128), (128,), (128, 10), (10,))
 """Shapes of the perceptron's weights and biases."""
 ENTRIES = sum(int(np.prod(shape)) for shape in SIZES)
-BATCH, RATE, PER_HOST = 4, 0.2, 8
+BATCH, RATE = 4, 0.2
 METHODS: dict[str, Callable[[float], Compressor]] = {
     "dense float32": lambda ratio: sparse.NoOp(min_numel=0),
     **{
@@ -46,21 +46,18 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
         for name, cls, settings in (
             ("TopK, pairs", sparse.TopK, {}),
             ("TopK, packed pairs", sparse.TopK, {"exchange": sparse.Pairs("packed")}),
-            ("TopK, balanced", sparse.TopK, {"exchange": sparse.Balanced()}),
-            (f"TopK, hierarchical ({PER_HOST} a host)", sparse.TopK, {"exchange": sparse.Hierarchical(PER_HOST)}),
             ("TopK, union", sparse.TopK, {"exchange": sparse.Union()}),
             ("MiCRO, union", sparse.MiCRO, {}),
             ("RandomK, shared indices", sparse.RandomK, {}),
             ("SIDCo, pairs", sparse.SIDCo, {}),
-            ("SIDCo, balanced", sparse.SIDCo, {"exchange": sparse.Balanced()}),
             ("GaussianK, pairs", sparse.GaussianK, {}),
             ("DGC, pairs", sparse.DGC, {"momentum": 0.0}),
             ("RedSync, pairs", sparse.RedSync, {}),
         )
     },
 }
-DRAWN = [one for one in [*METHODS][1:8] if one != "TopK, union"]
-"""Of each exchange the first method, without the one that takes too long with 1,024 workers."""
+DRAWN = ("TopK, pairs", "TopK, packed pairs", "MiCRO, union", "RandomK, shared indices")
+"""One method of each exchange."""
 
 
 def parts(flat: Array) -> list[Array]:
@@ -135,11 +132,8 @@ def rows() -> list[Row]:
 
 
 def leaving(compressor: Compressor, entries: int, ratio: float, number: int) -> float:
-    """The bytes that leave a worker in a step, or its host if that acts as one worker."""
-    if not isinstance(compressor.exchange, sparse.Hierarchical):
-        return sum(one.bytes_sent(number) for one in compressor.rounds(entries, ratio, number))
-    # Its own formula knows no hosts. Each worker sends the pairs of its part to the other hosts, and a checksum to all workers.
-    return 8.0 * (number // PER_HOST - 1) * -(-compressor.target_count(entries) // PER_HOST) + 4.0 * (number - 1)
+    """The bytes that leave a worker in a step."""
+    return sum(one.bytes_sent(number) for one in compressor.rounds(entries, ratio, number))
 
 
 def table(known: Sequence[Row], title: str, cell: Callable[[Row, Row], str]) -> str:
@@ -185,14 +179,9 @@ def of_large_buckets() -> str:
     def relative(method: str, number: int) -> float:
         return leaving(METHODS[method](0.01), entries, 0.01, number) / allreduce_bytes(4 * entries, number)
 
-    def fewer_from(method: str) -> str:
-        number = next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(method, n))
-        return f"{method.removeprefix('TopK, ')} {number}"
-
     lines = [[method, *(f"{relative(method, n):.3f}" for n in numbers)] for method in METHODS]
     title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32:"
-    last = f"The balanced exchange sends fewer bytes from so many workers on: {', '.join(map(fewer_from, DRAWN[:2]))}."
-    return f"{title}\n\n{markdown.table(['method', *(f'{n:,} workers' for n in numbers)], lines)}\n\n{last}"
+    return f"{title}\n\n{markdown.table(['method', *(f'{n:,} workers' for n in numbers)], lines)}"
 
 
 def draw() -> None:

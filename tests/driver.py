@@ -9,8 +9,8 @@ import numpy as np
 from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.contrib.lengths import sampled
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
@@ -37,21 +37,18 @@ def make_pipeline(
 
 
 def make_pipelines(
-    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int | str, **settings: Any
+    backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int, **settings: Any
 ) -> list[Pipeline]:
-    """Of so many workers, or of one on each of these hosts."""
-    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
-    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
-    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(world)]
+    """Of so many workers."""
+    where: dict[str, Any] = {"world": workers, **settings}
+    return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(workers)]
 
 
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     """What every rank gets of one collective; the ranks must have asked for the same."""
     messages = [backend.numpy(request.message) for request in requests]
-    asked_for = [(one.kind, one.to is None, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
+    asked_for = [(one.kind, m.shape, m.dtype) for one, m in zip(requests, messages, strict=True)]
     assert len(set(asked_for)) == 1
-    for number, one in enumerate(requests):
-        assert one.of is None or one.of == [(other.to or ())[number] for other in requests]
     asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
     return [backend.array(result) for result in results_of(asked)]
 

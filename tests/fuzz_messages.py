@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 from damage import change_gathered, change_indices, change_packed, change_pairs, change_values
-from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
+from receivers import CASES, WORLD, Receiver, Recorded, record
 from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.public import Balanced, Hierarchical, Pairs, Union
+from horovod_sparse.public import Pairs, Union
 
 TOGETHER = 64
 """Number of messages that are judged in one call."""
@@ -35,9 +35,6 @@ QUICK = ("numpy-compiled", "torch")
 def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     """Return what the error must contain, by the specification; "" for none, None if a gradient was not finite."""
     first, disagree = results[0], "the ranks disagree on the state of bucket 'p2'"
-    if recorded.received:
-        # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
-        first = results[len(recorded.received)]
     gathers = not isinstance(recorded.exchange, (Dense, SharedIndices))
     like, many = recorded.messages[0], WORLD if gathers else 1
     if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
@@ -48,15 +45,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
             return disagree
         return None if flag in range(1, WORLD + 1) else "" if flag == 0 else "sum of the messages"
     messages = np.split(_as_pairs(first, WORLD, recorded), WORLD)
-    if isinstance(recorded.exchange, Balanced):
-        return _expected_of_sums(messages, recorded.numel)
-    if isinstance(recorded.exchange, Hierarchical):
-        digests = results[-1].tolist()
-        if results[-1].shape != (WORLD,) or results[-1].dtype != np.int32 or wire.BAD_PART in digests:
-            return disagree
-        if len(set(digests)) > 1:
-            return "the message of a host for bucket 'p2' is damaged"
-    if isinstance(recorded.exchange, (Pairs, Hierarchical)):
+    if isinstance(recorded.exchange, Pairs):
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
@@ -69,17 +58,6 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     what = _expected_of([message[2:].tolist() for message in messages], recorded.numel, finite=True)
     room = min(recorded.numel, recorded.capacity * WORLD)
     return what or ("" if results[1].shape == (room,) and results[1].dtype == np.float32 else disagree)
-
-
-def _expected_of_sums(messages: list[np.ndarray], numel: int) -> str | None:
-    checksums, counts = zip(*(message[-1].tolist() for message in messages), strict=True)
-    if wire.NOT_FINITE in checksums:
-        return None
-    if len(set(checksums)) > 1:
-        return "the ranks disagree on the state of bucket 'p2'"
-    if min(counts) < 0:
-        return f"the message to worker {counts.index(min(counts))} for bucket 'p2' is damaged"
-    return _expected_of([message[:-1, 0].tolist() for message in messages], numel, finite=False)
 
 
 def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str | None:
@@ -97,9 +75,6 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
         return [change_values(total, WORLD, 17, random)], 1
     pairs = isinstance(recorded.exchange, Pairs)
     messages = [message.copy() for message in recorded.messages]
-    if isinstance(recorded.exchange, Balanced):
-        (received,) = recorded.received
-        return _damaged_regions(received, messages, recorded.numel, random)
     changed = random.sample(range(WORLD), random.randint(1, WORLD))
     change = _change_of(recorded)
     for sender in changed:
@@ -108,50 +83,11 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     gathered = np.concatenate(messages)
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
-    if isinstance(recorded.exchange, Hierarchical):
-        values, of_hosts = recorded.received
-        changed_parts = [*_damaged_shard(values, of_hosts, recorded.numel, random), gathered]
-        likes = (*recorded.received, np.concatenate(recorded.messages))
-        fits = all(
-            one.shape == like.shape and one.dtype == like.dtype for one, like in zip(changed_parts, likes, strict=True)
-        )
-        digests = np.full(WORLD, wire.digest(gathered) if fits else wire.BAD_PART, np.int32)
-        if random.random() < 0.2:
-            digests[random.randrange(WORLD)] = random.choice((wire.BAD_PART, digests[0] + 1))
-        return [*changed_parts, change_gathered(digests, random) if random.random() < 0.05 else digests], len(changed)
     if pairs:
         return [gathered], len(changed)
     room = min(recorded.numel, recorded.capacity * WORLD)
     total = np.array([random.gauss(0, 1) for _ in range(room)], np.float32)
     return [gathered, change_values(total, WORLD, 0, random)], len(changed)
-
-
-def _damaged_shard(values: np.ndarray, pairs: np.ndarray, numel: int, random: Random) -> list[np.ndarray]:
-    """Return what a worker has received of its shard, changed: the values of its host, and the pairs of all hosts."""
-    parts = np.split(pairs.copy(), len({*GROUPS}))
-    change_pairs(parts, random.randrange(len(parts)), numel, random)
-    pairs = np.concatenate(parts)
-    return [change_values(values, 1, 0, random), change_gathered(pairs, random) if random.random() < 0.05 else pairs]
-
-
-def _damaged_regions(
-    received: np.ndarray, messages: list[np.ndarray], numel: int, random: Random
-) -> tuple[list[np.ndarray], int]:
-    """Return `damaged` of an exchange that begins with an alltoall."""
-    parts, changed = np.split(received.copy(), WORLD), random.sample(range(WORLD), random.randint(1, WORLD))
-    for sender in changed:
-        if random.random() < 0.5:
-            change_pairs(parts, sender, numel, random)
-        if random.random() < 0.5:
-            change_pairs([message[:-1] for message in messages], sender, numel, random)
-        else:
-            trailer = messages[sender][-1]
-            trailer[random.randrange(2)] = random.choice((wire.NOT_FINITE, wire.BAD_PART, 0, trailer[0], 2**31 - 1))
-    results = [np.concatenate(parts), np.concatenate(messages)]
-    if random.random() < 0.05:
-        number = random.randrange(2)
-        results[number] = change_gathered(results[number], random)
-    return results, len(changed)
 
 
 def check(receivers: Sequence[Receiver], results: list[np.ndarray], random: Random) -> str:
@@ -216,7 +152,7 @@ def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Rand
     """Return what changes a message of this kind that was gathered."""
     if isinstance(recorded.exchange, Pairs):
         return {"float32": change_pairs, "packed": change_packed}[recorded.exchange.values]
-    return change_indices if isinstance(recorded.exchange, Union) else change_pairs
+    return change_indices
 
 
 def _rows(indices: list[int], numel: int) -> int | None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from driver import collective, make_pipeline, make_pipelines, take_step
+from driver import make_pipeline, make_pipelines, take_step
 from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange, Reduced
-from horovod_sparse.public import Balanced, Hierarchical, Pairs, Union
+from horovod_sparse.public import Pairs, Union
 
 WORLD = 4
 GUARD = 64
@@ -28,8 +28,6 @@ CASES: dict[str, Compressor] = {
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual="float64", warmup=None),
     "pairs, packed": compressors.TopK(0.2, slack=1.3, exchange=Pairs("packed"), warmup=None),
-    "sums of regions": compressors.TopK(0.2, slack=1.3, exchange=Balanced(), warmup=None),
-    "pairs of hosts": compressors.TopK(0.2, slack=1.3, exchange=Hierarchical(), warmup=None),
     "pairs, drawn": compressors.RandomK(0.2, exchange=Pairs(), warmup=None),
     "indices": compressors.MiCRO(0.2, warmup=None),
     "indices, of all": compressors.TopK(0.2, slack=1.3, exchange=Union(), warmup=None),
@@ -38,8 +36,6 @@ CASES: dict[str, Compressor] = {
     "dense": compressors.NoOp(),
     "dense, float64": compressors.NoOp(residual="float64"),
 }
-GROUPS = "aabb"
-"""The host of each worker, where that matters."""
 SIZES = (23, 1, 40)
 SHAPES = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
 """Of the parameters of the bucket."""
@@ -56,9 +52,7 @@ class Recorded:
     state: dict[str, Any]
     """The first worker's, before the selection. Its residual holds the gradients of the step."""
     messages: list[np.ndarray]
-    """The messages with what is added up, as the first worker gets them, or whose sum it takes."""
-    received: list[np.ndarray]
-    """What the first worker has got by alltoall before that."""
+    """Those of the first collective."""
 
     @property
     def exchange(self) -> Exchange:
@@ -70,7 +64,7 @@ def record(compressor: Compressor) -> Recorded:
     rng = np.random.default_rng(5)
     compressor.min_numel, compressor.granularity = 0, "model"
     dtype = compressor.residual_dtype_of(np.zeros(0, np.float32))
-    pipelines = make_pipelines(ORACLE, compressor, SHAPES, GROUPS, dtype=dtype)
+    pipelines = make_pipelines(ORACLE, compressor, SHAPES, WORLD, dtype=dtype)
     buckets = [pipeline.buckets[0] for pipeline in pipelines]
     first, second = (
         [{name: rng.laplace(size=shape).astype(dtype) for name, shape in SHAPES.items()} for _ in pipelines]
@@ -81,19 +75,8 @@ def record(compressor: Compressor) -> Recorded:
         for name, gradient in given.items():
             pipeline.arrive(name, gradient)
     state = pipelines[0].state_dict()
-    asked = [bucket.begin() for bucket in buckets]
-    received = []
-    # What an alltoall brings is seen by its receiver only. The last one of a host brings what is added up.
-    between = [one for one in buckets[0].rounds_of(compressor.exchange) if one.kind == "alltoall"]
-    of_hosts = len(between) > 1
-    for _ in between[of_hosts:]:
-        answers = collective(ORACLE, asked)
-        received.append(answers[0].copy())
-        asked = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-    messages = [one.message for one in asked]
-    if of_hosts:
-        messages = np.split(collective(ORACLE, asked)[0], WORLD)
-    return Recorded(compressor, buckets[0].numel, buckets[0].capacity, dtype, state, messages, received)
+    messages = [bucket.begin().message for bucket in buckets]
+    return Recorded(compressor, buckets[0].numel, buckets[0].capacity, dtype, state, messages)
 
 
 class Receiver:
@@ -101,8 +84,7 @@ class Receiver:
 
     def __init__(self, backend: Backend, recorded: Recorded) -> None:
         self.backend, self.recorded = backend, recorded
-        where: dict[str, Any] = {"dtype": recorded.dtype, "groups": GROUPS}
-        self._pipeline = make_pipeline(backend, recorded.compressor, SHAPES, world=WORLD, **where)
+        self._pipeline = make_pipeline(backend, recorded.compressor, SHAPES, world=WORLD, dtype=recorded.dtype)
         self._pipeline.load_state_dict(recorded.state)
         ends = np.cumsum([size + GUARD for size in SIZES]).tolist()
         self._pristine = np.full(ends[-1] + GUARD, SENTINEL, recorded.dtype)
@@ -139,8 +121,7 @@ class Receiver:
             return str(error)
         # What the worker has learned must be something that can be saved and loaded.
         bucket.state.load_state_dict(bucket.state.state_dict())
-        assert bucket.run is not None and 0 <= bucket.outcome.sent <= bucket.numel
-        assert all(0 <= one < bucket.numel for some in bucket.run.masked or () for one in some.tolist())
+        assert 0 <= bucket.outcome.sent <= bucket.numel
         return written[0] if written else None
 
     def rows_in_use(self, messages: np.ndarray) -> list[int | None]:

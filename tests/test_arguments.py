@@ -30,7 +30,7 @@ from horovod_sparse.compressors import (
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.public import Balanced, Clip, Hierarchical, MomentumCorrection, Pairs, Schedule, Union
+from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Schedule, Union
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,6 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (Clip, {"norm": 1.0, "scope": "bucket"}, "scope must be one of 'layer', 'model', got 'bucket'"),
     (Pairs, {"values": "bfloat16"}, "values must be 'float32' or 'packed', got 'bfloat16'"),
     (Pairs, {"values": "float64"}, "values must be 'float32' or 'packed', got 'float64'"),
-    *(
-        (Hierarchical, {"workers_per_host": number}, f"workers_per_host must be an int >= 2 or None, got {number!r}")
-        for number in (1, True, "yes", 2.0)
-    ),
-    (Hierarchical, {"between": "packed"}, "between must be Pairs, such as Pairs('packed'), got 'packed'"),
     (topk, {"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
     (
         topk,
@@ -254,13 +249,13 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     assert DGC(0.1).momentum_correction == DGC(0.1, momentum=0.9).momentum == MomentumCorrection(0.9, masking=True)
 
 
-EXCHANGES = [Pairs(), Pairs("packed"), Balanced(), Hierarchical(), Union(), SharedIndices(), Dense()]
+EXCHANGES = [Pairs(), Pairs("packed"), Union(), SharedIndices(), Dense()]
 ALLOWED: dict[type[Compressor], str] = {
-    SIDCo: "pairs packed balanced hierarchical",
-    TopK: "pairs packed balanced hierarchical union",
-    ChunkTopK: "pairs packed hierarchical union",
-    RandomK: "pairs packed balanced hierarchical shared",
-    RandomBlock: "pairs packed hierarchical shared",
+    SIDCo: "pairs packed",
+    TopK: "pairs packed union",
+    ChunkTopK: "pairs packed union",
+    RandomK: "pairs packed shared",
+    RandomBlock: "pairs packed shared",
     MiCRO: "union",
     NoOp: "dense",
 }

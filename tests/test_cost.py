@@ -21,8 +21,6 @@ def test_bytes() -> None:
     assert allreduce_bytes(2000, 4) == 3000
     assert BYTES["allgather"](80, 1) == 0
     assert BYTES["allgather"](80, 4) == 240
-    assert BYTES["alltoall"](80, 1) == 0
-    assert BYTES["alltoall"](80, 4) == 60
 
 
 @pytest.mark.parametrize(
@@ -33,8 +31,6 @@ def test_bytes() -> None:
         (Round("allreduce", 1000, "float16"), 0.01 + 6 * 0.001 + 3000 / 1e6),
         # 3 messages of 4000 bytes.
         (Round("allgather", 1000), 0.01 + 3 * 0.001 + 12_000 / 1e6),
-        # 3 messages with the lengths, then 3 of 1000 bytes.
-        (Round("alltoall", 1000), 0.01 + 6 * 0.001 + 3000 / 1e6),
     ],
 )
 def test_seconds_worked_by_hand(one: Round, seconds: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pages
 import pytest
-import test_balanced
+import test_exchanges
 from process import ROOT, python
 from table import COMPRESSORS as ROWS
 
@@ -57,14 +57,14 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
 
 
 def test_the_exchange_of_the_page_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What three workers have sent and kept is what came, all of them get the same, and NaN fails the step of all."""
+    """What all workers have sent and kept is what came, all of them get the same, and NaN fails the step of all."""
     page = ROOT / "docs" / "adding-a-compressor.md"
     (code,) = (block.text for block in pages.blocks(page, "python") if "class OfOne" in block.text)
     names: dict[str, Any] = {"np": np, "SparseAllreduce": SparseAllreduce}
     exec(code, names)
-    monkeypatch.setitem(test_balanced.OWNED, "of one", (names["OfOne"](), 3))
+    monkeypatch.setitem(test_exchanges.EXCHANGES, "of one", names["OfOne"]())
     (row,) = (one for one in ROWS if str(one) == "topk")
-    test_balanced.test_sent_and_kept_are_what_came("of one", row, "float32")
+    test_exchanges.test_sent_and_kept_are_what_came("of one", row, "float32")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))

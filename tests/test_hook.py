@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from horovod_sparse.torch.detached import Detached
 from process import python
 from test_step import EVERY, traced
 from torch import nn
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
-from horovod_sparse.torch.detached import Detached
 from horovod_sparse.torch.stock import Compressor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")

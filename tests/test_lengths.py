@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 from driver import ExactLengths
-
 from horovod_sparse.core.lengths import Lengths, sampled
 
 SIZES = (10_000, 3, 0, 2_000)

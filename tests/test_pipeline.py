@@ -19,7 +19,6 @@ from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.protocols import Entries, Reduced
-from horovod_sparse.public import Balanced, Hierarchical
 from horovod_sparse.torch.compressors import TopK as TorchTopK
 from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.ops import TorchOps
@@ -309,16 +308,12 @@ def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
         ({}, 9, None),
         ({}, 11, "1.1"),
         ({"warmup": 1.0}, 32, "3.2"),
-        ({"exchange": Balanced()}, 32, None),
-        ({"exchange": Hierarchical(4)}, 32, None),
     ],
 )
 def test_an_exchange_that_sends_more_than_dense_is_warned_of(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], world: int, times: str | None
 ) -> None:
     compressor = TopK(0.1, **{"warmup": None, **settings})
-    hosts = isinstance(settings.get("exchange"), Hierarchical)
-    groups = [str(position // 4) for position in range(world)] if hosts else []
-    log_start(make_pipeline(ORACLE, compressor, {"p": (100, 100)}, world=world, groups=groups), "none")
+    log_start(make_pipeline(ORACLE, compressor, {"p": (100, 100)}, world=world), "none")
     told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
     assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])

@@ -79,7 +79,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     ("options", "advice"),
     [
         # Here random blocks are exchanged faster than anything else.
-        (["--latency", "0us"], "balanced, SIDCo(0.001, exchange=Balanced())"),
+        (["--latency", "0us"], "union, MiCRO(0.001)"),
         (["--workers", "8"], 'packed pairs, SIDCo(0.001, exchange=Pairs("packed"))'),
         (["--bandwidth", "100000gbit", "--latency", "1s"], "dense float16, hvd.Compression.fp16"),
         (["--workers", "2", "--ratio", "1"], "PowerSGD rank 4, DDP's powerSGD_hook"),

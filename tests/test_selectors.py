@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import make_pipeline, make_pipelines, send, take_step
+from driver import make_pipeline, send, take_step
 from table import BACKENDS, KINDS, WITH_OPERATIONS, Backend, gradients
 
 from horovod_sparse.compressors import DGC, ChunkTopK, GaussianK, RedSync, Threshold, TopK
 from horovod_sparse.compressors.checks import check_selection
-from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Selection
 
@@ -221,25 +220,22 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("hierarchical", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hierarchical: bool) -> None:
+def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str) -> None:
     select, error, text = WRONG[name]
 
     class Mine(TopK):
         def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
             return select(ops, x)
 
-    chosen: Any = Hierarchical() if hierarchical else None
-    compressor = Mine(0.5, min_numel=0, exchange=chosen, warmup=None)
-    pipelines = make_pipelines(backend, compressor, {"p": (8,)}, "ab" if hierarchical else 1)
+    pipeline = make_pipeline(backend, Mine(0.5, min_numel=0, warmup=None), {"p": (8,)})
     with pytest.raises(
         error, match=rf"^Mine\.select must return Selection\(indices, found\) with at most 4 .* {text}.*; use"
     ):
-        take_step(backend, pipelines, [{"p": np.ones(8, np.float32)} for _ in pipelines])
-    pipelines[0].abort()
-    np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.views["p"]), 1)
+        take_step(backend, [pipeline], [{"p": np.ones(8, np.float32)}])
+    pipeline.abort()
+    np.testing.assert_array_equal(backend.numpy(pipeline.residuals.views["p"]), 1)
 
 
 def test_a_device_is_not_waited_for() -> None:

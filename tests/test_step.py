@@ -19,7 +19,7 @@ from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.numpy import SparseAllreduce, VirtualWorkers, allreduce, virtual
-from horovod_sparse.public import Balanced, Clip, Hierarchical, MomentumCorrection, Pairs, Union
+from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Union
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PACKAGE = str(Path(horovod_sparse.__file__).parent)
@@ -71,15 +71,12 @@ CASES = {
     "union": Case(MiCRO),
     "union-momentum": Case(TopK, {"exchange": Union(), "momentum": MOMENTUM}),
     "shared": Case(RandomK),
-    "balanced": Case(TopK, {"exchange": Balanced(), "momentum": MOMENTUM}),
     "packed": Case(TopK, {"exchange": Pairs("packed")}),
     "float64": Case(SIDCo, {"residual": "float64", "exchange": Pairs("packed")}),
     "nan": Case(SIDCo, {"momentum": MOMENTUM}, poison=np.nan),
     "nan-union": Case(MiCRO, poison=np.inf),
     "scaled": Case(SIDCo, scale=4.0),
     "scaled-nan": Case(SIDCo, poison=np.nan, scale=4.0),
-    "owned-balanced": Case(TopK, {"exchange": Balanced(), "momentum": MOMENTUM, "warmup": None}, world=4),
-    "owned-hierarchical": Case(TopK, {"exchange": Hierarchical(2), "momentum": MOMENTUM, "warmup": None}, world=4),
 }
 
 

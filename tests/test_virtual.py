@@ -15,8 +15,6 @@ from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.numpy import (
-    Balanced,
-    Hierarchical,
     MomentumCorrection,
     Pairs,
     SIDCo,
@@ -28,7 +26,7 @@ from horovod_sparse.numpy import (
 
 WORLD = 4
 SHAPES = {"weight": (30, 20), "kernel": (300,), "bias": (7,), "scale": ()}
-EXCHANGES = (Pairs("packed"), Balanced(), Hierarchical(2), Hierarchical(2, Pairs("packed")), Union())
+EXCHANGES = (Pairs("packed"), Union())
 """All that can be chosen, beside those that a compressor has by default."""
 
 
@@ -150,5 +148,3 @@ def test_what_is_refused() -> None:
     workers({"w": np.ones((2, 300))})
     with pytest.raises(ValueError, match="gradients must be like those of the first call"):
         workers({"w": np.ones((2, 301))})
-    with pytest.raises(ValueError, match="Hierarchical needs at least two hosts"):
-        VirtualWorkers(2, TopK(0.1, exchange=Hierarchical()))({"w": np.ones((2, 300))})

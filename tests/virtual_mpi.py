@@ -121,25 +121,6 @@ class Comm:
     def Iallreduce(self, message: Any, result: Any) -> _Request:
         return self._begin("allreduce", message, result, lambda messages: np.sum(messages, 0, message.dtype))
 
-    def Ialltoall(self, message: Any, result: Any) -> _Request:
-        mine = self._rank
-        return self._begin(
-            "alltoall",
-            message,
-            result,
-            lambda messages: np.concatenate([np.split(one, self._workers.world)[mine] for one in messages]),
-        )
-
-    def Ialltoallv(self, sent: list[Any], received: list[Any]) -> _Request:
-        (message, to), (result, _), mine = sent, received, self._rank
-        parts = np.split(message.flatten(), np.cumsum(to)[:-1])
-        return self._begin(
-            "alltoallv",
-            parts,
-            result,
-            lambda everyone: np.concatenate([one[mine] for one in everyone]).reshape(result.shape),
-        )
-
 
 def run(world: int, work: Callable[[Comm], Any]) -> list[Any]:
     """Run `work` on every worker; return what it returns, or the exception that it raises."""

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -103,7 +103,7 @@ class Compressor(ABC):
     default_warmup: ClassVar[float | None] = 8.0
     """c of `warmup="auto"`."""
     default_exchange: ClassVar[Exchange] = Pairs()
-    chooses: ClassVar[Collection[Choice]] = ("own", "spread")
+    chooses: ClassVar[tuple[Choice, ...]] = ("own",)
     """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
     __signature__ = _Signature()
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from horovod_sparse.exchange import regions
-
 _NEARLY = 0.95
 """The next step's k-th largest magnitude will hardly be below this fraction of the last step's."""
 _MOST_GROWTH = 1.1
@@ -59,23 +57,16 @@ class BucketState:
     """31-bit checksum of a choice that must be the same on all ranks."""
     proposal: float = 0.0
     """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `Union`)."""
-    bounds: tuple[int, ...] = ()
-    """The bounds of the ranks' regions (exchange `Balanced`); empty until the first step."""
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that the next selection depends on, as plain numbers, strings and lists."""
-        saved = {name: copy.deepcopy(getattr(self, name)) for name in ("step", *self.saved)}
-        return saved | ({"bounds": [*self.bounds]} if self.bounds else {})
+        return {name: copy.deepcopy(getattr(self, name)) for name in ("step", *self.saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
         expected = self.state_dict()
         if not isinstance(state, Mapping) or _types(state) != _types(expected):
             raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
-        if "bounds" in state and not regions.are_bounds(state["bounds"]):
-            raise ValueError(
-                f"adaptive state must have bounds that ascend from 0, got {state['bounds']!r}; the state is damaged"
-            )
         for name, (least, most) in self.ranges.items():
             if not least <= state[name] <= most:
                 raise ValueError(
@@ -87,7 +78,6 @@ class BucketState:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
             setattr(self, name, copy.deepcopy(state[name]))
-        self.bounds = (*state.get("bounds", []),)
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of all fields, for `restore`."""
@@ -118,5 +108,4 @@ class BucketState:
 
 
 def _types(state: Mapping[str, Any]) -> dict[str, type]:
-    """Return the types of what every state of an algorithm has."""
-    return {name: type(value) for name, value in state.items() if name != "bounds"}
+    return {name: type(value) for name, value in state.items()}

@@ -18,7 +18,6 @@ class ChunkTopK(Compressor):
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
-    # Not "spread": `Balanced` leaves out a worker's own region, so that the share of its chunks would not be sent.
     chooses = ("own", "largest")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,7 +63,7 @@ class RandomCompressor(Compressor):
     """
 
     default_exchange = SharedIndices()
-    chooses: ClassVar[Collection[Choice]] = ("own", "spread", "alike")
+    chooses: ClassVar[tuple[Choice, ...]] = ("own", "alike")
     seed: int = 0
 
     def __post_init__(self) -> None:

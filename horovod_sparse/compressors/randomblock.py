@@ -20,9 +20,6 @@ class RandomBlock(RandomCompressor):
     Args: those of `RandomCompressor`.
     """
 
-    # Its entries lie in one place.
-    chooses = ("own", "alike")
-
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         numel = len(x)
         start = draw(self.seed, state, shared=self.shared) % numel

@@ -16,7 +16,7 @@ class TopK(Compressor):
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
-    chooses = ("own", "spread", "largest")
+    chooses = ("own", "largest")
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

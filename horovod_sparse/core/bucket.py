@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.dense import arriving
@@ -16,7 +14,7 @@ from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Reduced, Round, Run, Sent
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Reduced, Round, Sent
 from horovod_sparse.exchange.received import rows_of
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
@@ -89,7 +87,7 @@ class Bucket:
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
         """The message that a device makes with what it takes. Its number of entries may not be known yet."""
-        self.run: Run | None = None
+        self.run: Exchanging | None = None
         """The exchange of this step; None until it begins."""
 
     # --- gradients in ---
@@ -97,7 +95,6 @@ class Bucket:
     def begin_step(self) -> None:
         """Begin a step, when its first gradient arrives."""
         self._before = self.state.snapshot()
-        self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
         self._resize()
         self.exchange = _DENSE if self._in_dense_steps else self.compressor.exchange
@@ -164,7 +161,7 @@ class Bucket:
     def _resize(self) -> None:
         """Set k and the capacity of this step."""
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.capacity_for(self.numel, self.k)
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
@@ -181,8 +178,8 @@ class Bucket:
         # Not earlier: on other ranks the parameters may have arrived in another order.
         self.state.know_rate(max(self.rates.values(), default=1.0))
         self.target = self.numel if self._in_dense_steps else self.k
-        self.run = Run(self.exchange, self)
-        return self._counted(next(self.run.collectives))
+        self.run = self.exchange.collectives(self)
+        return self._counted(next(self.run))
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -204,15 +201,7 @@ class Bucket:
         self.outcome = self.selector.finish()
 
     def select(self) -> Selection:
-        return self.select_from(self.buffer, self.k, self.capacity)
-
-    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
-        if k == 0:
-            return Selection(self.ops.indices(np.empty(0, np.int64), x), 0)
-        return self._host.select(x, self.state, k, capacity)
-
-    def capacity_for(self, numel: int, k: int) -> int:
-        return self.compressor.message_capacity(numel, k, self.world)
+        return self._host.select(self.buffer, self.state, self.k, self.capacity)
 
     def _remember(self, indices: Array) -> Array:
         entries = self.ops.zeros(len(indices), self.layout.residual_dtype, self.buffer)
@@ -243,9 +232,8 @@ class Bucket:
         if not self.compressor.residual:
             self.buffer[:] = 0
 
-    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
+    def sent(self, count: int, truncated: int = 0) -> None:
         self.outcome = Outcome(count, truncated)
-        self.target = self.target if target is None else target
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
@@ -258,7 +246,7 @@ class Bucket:
     def advance(self, result: Array) -> Collective:
         """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
         assert self.run is not None
-        return self._counted(self.run.collectives.send(result))
+        return self._counted(self.run.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
@@ -286,10 +274,8 @@ class Bucket:
         if self.velocity is not None and self._masks and not self._in_dense_steps:
             self._recall()
             taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
-            for indices in taken if self.run is None or self.run.masked is None else self.run.masked:
+            for indices in taken:
                 self.velocity[indices] = 0
-        if self.run is not None:
-            self.run.commit()
         state, (count, truncated, _) = self.state, self.outcome
         self.tally = self.tally.with_step(
             Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
@@ -303,8 +289,6 @@ class Bucket:
             # Zeros are those of entries that are not taken yet, or that were zero.
             if bool(values.any()):
                 self.buffer[indices] = values
-        if self.run is not None:
-            self.run.restore()
         self.drop_rest()
         self.forget()
         self.state.restore(self._before)

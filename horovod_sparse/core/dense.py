@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from horovod_sparse.core.intake import Arrived, Intake
-from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.layout import Layout
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Reduced, Round, Sent
 from horovod_sparse.ops.protocol import Array, Moving, Ops
@@ -112,7 +112,8 @@ class DenseBucket:
     def commit(self, divisor: float, intake: Intake) -> None:
         """End a step that has succeeded on all ranks. With momentum before the selection the gradients get theirs now."""
         if self._velocity is not None:
-            self._total = self._accelerate(self._total / (divisor * intake.scale), self._velocity, intake)
+            mean: Array = self._total
+            self._total = self._accelerate(mean / (divisor * intake.scale), self._velocity, intake)
             self._divisor = 1.0 / intake.scale
 
     def undo(self, intake: Intake) -> None:

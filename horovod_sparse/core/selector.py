@@ -85,8 +85,7 @@ class HostSelector:
 
     def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
         self._state, self._k, self._capacity, self.not_finite = state, k, capacity, []
-        expects = selects and not self.compressor.exchange.owns_parts
-        self._tracked.begin(self.compressor.hints(state, self._few) if expects else Hints())
+        self._tracked.begin(self.compressor.hints(state, self._few) if selects else Hints())
 
     def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
         moving = None
@@ -104,7 +103,7 @@ class HostSelector:
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
 
     def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
-        """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
+        """Return what the compressor selects from `x`, the residual."""
         selection = self.compressor.select(self._tracked, x, k, capacity, state)
         self._tracked.forget()
         if self._is_foreign:

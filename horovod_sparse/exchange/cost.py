@@ -14,6 +14,5 @@ def allreduce_bytes(nbytes: float, world: int) -> float:
 BYTES: Mapping[str, Callable[[float, int], float]] = {
     "allgather": lambda nbytes, world: (world - 1) * nbytes,
     "allreduce": allreduce_bytes,
-    "alltoall": lambda nbytes, world: (world - 1) / world * nbytes,
 }
 """The bytes that each worker sends in a ring collective, by its kind; `nbytes` is the size of its own message."""

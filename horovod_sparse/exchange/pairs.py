@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Run, Sender
+from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Sender
 from horovod_sparse.exchange.received import check_result, rows_of
 from horovod_sparse.ops.protocol import Array, Ops
 
@@ -49,7 +49,7 @@ class Pairs(Exchange):
         """Return the messages of pairs that so many messages stand for, for entries of an array of `numel`."""
         return ops.unquantize(gathered, world, numel) if self._packs else gathered
 
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+    def collectives(self, bucket: Sender) -> Exchanging:
         message = self.packed(bucket.ops, bucket.buffer, bucket.message())
         bucket.drop_rest()
         gathered = yield Collective("allgather", message)

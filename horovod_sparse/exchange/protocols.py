@@ -11,43 +11,30 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from horovod_sparse.exchange import cost
-from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
-Kind = Literal["allgather", "allreduce", "alltoall"]
-Choice = Literal["own", "spread", "largest", "alike", "all"]
-"""What a worker chooses: entries of its own; spread over the bucket; the largest; those that all choose; all entries."""
+Kind = Literal["allgather", "allreduce"]
+Choice = Literal["own", "largest", "alike", "all"]
+"""What a worker chooses: entries of its own; the largest; those that all choose; all entries."""
 
 
 class Collective(NamedTuple):
     """What an exchange asks the adapter for."""
 
     kind: Kind
-    """The result: "allgather" gives all ranks' messages one after the other in rank order, "allreduce" gives their sum.
-
-    "alltoall" gives one of the `world` equal parts of each rank's message, in rank order: the part for this rank.
-    """
+    """The result: "allgather" gives all ranks' messages one after the other in rank order, "allreduce" gives their sum."""
     message: Array
-    """This rank's message, of the same shape on every rank unless `to` is given. The adapter may reduce it in place."""
-    to: Sequence[int] | None = None
-    """An alltoall with parts of different sizes: the number of rows for each rank. None for equal parts."""
-    of: Sequence[int] | None = None
-    """With `to`: the number of rows that this rank gets from each rank."""
-    near: Collection[int] = ()
-    """With `to`: the positions of the ranks on this rank's host. What goes to them does not leave it."""
+    """This rank's message, of the same shape on every rank. The adapter may reduce it in place."""
 
     def bytes_sent(self, world: int) -> float:
         """Return the bytes that this rank sends."""
-        if self.to is None:
-            return cost.BYTES[self.kind](self.message.nbytes, world)
-        leaving = sum(self.to) - sum(self.to[position] for position in self.near)
-        return float(leaving * self.message.nbytes / len(self.message))
+        return cost.BYTES[self.kind](self.message.nbytes, world)
 
 
 class Round(NamedTuple):
@@ -55,7 +42,7 @@ class Round(NamedTuple):
 
     kind: Kind
     length: int
-    """Numbers in this worker's message, as far as they leave its host."""
+    """Numbers in this worker's message."""
     dtype: str | None = "int32"
     """Type of the message; None for the residual's own type, which counts as float32."""
 
@@ -65,12 +52,12 @@ class Round(NamedTuple):
 
     def messages(self, world: int) -> int:
         """Return the number of messages that each of `world` workers sends one after the other."""
-        # An allreduce is a reduce-scatter and an allgather. Before an alltoall, Horovod exchanges how long the parts are.
+        # An allreduce is a reduce-scatter and an allgather.
         return (world - 1) * (1 if self.kind == "allgather" else 2)
 
     def gathered(self, world: int) -> int:
         """Return how many numbers a worker gets that are not sums."""
-        return {"allgather": world * self.length, "alltoall": self.length, "allreduce": 0}[self.kind]
+        return world * self.length if self.kind == "allgather" else 0
 
 
 class Entries(NamedTuple):
@@ -96,8 +83,6 @@ Sent = Entries | Messages | None
 class State(Protocol):
     """What a bucket keeps from step to step, as an exchange sees it."""
 
-    bounds: tuple[int, ...]
-    """The bounds of regions; empty until the first step."""
     proposal: float
     """A number of this rank that all ranks get to know."""
 
@@ -116,17 +101,11 @@ class Sender(Named, Protocol):
     numel: int
     capacity: int
     """Rows of this rank's message."""
-    k: int
-    """How many entries are wanted."""
     world: int
     position: int
     """Index of this rank among those that exchange."""
-    grid: Grid | None
-    """The hosts and slots of the ranks, if `Exchange.hosts` has named the hosts."""
     buffer: Array
     """The residual with the gradients of this step."""
-    sparse_step: int
-    """Number of this step, counted from the first that is not one of the dense steps."""
 
     @property
     def step(self) -> int:
@@ -149,12 +128,6 @@ class Sender(Named, Protocol):
     def select(self) -> Selection:
         """Return the selection from the buffer. Nothing is taken."""
 
-    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
-        """Return what the compressor selects from `x`, about k entries, at most `capacity`; nothing if k is 0."""
-
-    def capacity_for(self, numel: int, k: int) -> int:
-        """Return the capacity of a message with about k of so many entries."""
-
     def take(self, indices: Array) -> Array:
         """Take the values at `indices` and return them."""
 
@@ -164,8 +137,8 @@ class Sender(Named, Protocol):
     def drop_rest(self) -> None:
         """Set the residual to zero if it is not kept from step to step."""
 
-    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
-        """Record how many entries are sent, how many had no room, and how many were wanted, if that is not k."""
+    def sent(self, count: int, truncated: int = 0) -> None:
+        """Record how many entries are sent, and how many had no room."""
 
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
@@ -183,8 +156,6 @@ class Exchange(ABC):
 
     needs: ClassVar[Choice] = "own"
     """What its compressor must be able to choose (`Compressor.chooses`)."""
-    owns_parts: ClassVar[bool] = False
-    """Whether each rank owns a part of the bucket. It selects from a part, and its residual holds what others have sent."""
 
     @property
     def title(self) -> str:
@@ -200,40 +171,8 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
-        """Exchange a bucket in a step. `run` takes what is to be done when the step ends, beside what `bucket.take` does."""
-
-    def hosts(self, world: int, gather: Callable[[str], Sequence[str]]) -> list[str]:
-        """Return the name of each worker's host, in the order of their positions; nothing if the exchange needs none.
-
-        `gather` takes this worker's value, and returns that of each. It is called on all workers, or on none.
-        """
-        return []
-
-
-class Run:
-    """The exchange of one bucket in one step. `commit` or `restore` ends it; after an interrupt, it is called again."""
-
-    def __init__(self, exchange: Exchange, bucket: Sender) -> None:
-        self._bucket = bucket
-        self.place = slice(0)
-        """The part of the bucket that this rank owns, if it owns one."""
-        self.before: Array | None = None
-        """A copy of the residual there when the exchange began, if the buffer does not hold it."""
-        self.after: Array | None = None
-        """The residual there when the step succeeds."""
-        self.masked: list[Array] | None = None
-        """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
-        self.collectives = exchange.collectives(bucket, self)
-
-    def commit(self) -> None:
-        if self.after is not None:
-            self._bucket.buffer[self.place] = self.after
-            self._bucket.drop_rest()
-
-    def restore(self) -> None:
-        if self.before is not None:
-            self._bucket.buffer[self.place] = self.before
+    def collectives(self, bucket: Sender) -> Exchanging:
+        """Exchange a bucket in a step."""
 
 
 class Reduced:

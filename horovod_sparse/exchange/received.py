@@ -36,7 +36,7 @@ def damaged(bucket: Named, which: str, what: str) -> RuntimeError:
 def disagreement(bucket: Named) -> RuntimeError:
     """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
     return RuntimeError(
-        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed, threshold or regions), so "
+        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed or threshold), so "
         "their values would not belong to the same entries. After a restart load the compression state on every "
         "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.protocols import Exchange, Exchanging, Round, Sender
 from horovod_sparse.exchange.received import summed
 
 
@@ -20,7 +20,7 @@ class SharedIndices(Exchange):
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allreduce", capacity + len(wire.tail(True, 0)), "float32")]
 
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+    def collectives(self, bucket: Sender) -> Exchanging:
         indices = bucket.select().indices
         return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
 
@@ -35,6 +35,6 @@ class Dense(Exchange):
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]
 
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+    def collectives(self, bucket: Sender) -> Exchanging:
         # Only the step must be the same: workers that have trained with fewer others have states of their own.
         return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.step))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Sender
 from horovod_sparse.exchange.received import OUT_OF_ORDER, check_result, damaged, disagreement
 
 
@@ -26,7 +26,7 @@ class Union(Exchange):
             Round("allreduce", min(world * capacity, numel), "float32"),
         ]
 
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+    def collectives(self, bucket: Sender) -> Exchanging:
         ops = bucket.ops
         selection = bucket.select()
         header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.state.proposal)]

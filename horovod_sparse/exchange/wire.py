@@ -14,8 +14,6 @@ LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
 """How many numbers come before the indices in message 3."""
-BAD_PART = -3
-"""What a rank sends in message 6 or 10 if it has received a part of message 5, 7, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
 CHUNK_BITS = 12
 CHUNK = 1 << CHUNK_BITS
@@ -33,7 +31,7 @@ MAX_BUCKET = 2**31 - 1 - (1 + _CHECKSUM_BITS)
 
 
 def chunks_of(numel: int) -> int:
-    """Return the number of chunks in a bucket, or in a shard, of `numel`; at least 1."""
+    """Return the number of chunks in a bucket of `numel`; at least 1."""
     return max(-(-numel // CHUNK), 1)
 
 
@@ -69,9 +67,3 @@ def float_bits(number: float) -> int:
     """Return the bits of a number rounded to float32, as an int32; larger numbers become the largest float32."""
     bits: int = struct.unpack("<i", struct.pack("<f", max(-LARGEST, min(number, LARGEST))))[0]
     return bits
-
-
-def digest(pairs: Array) -> int:
-    """Return a number in [0, 2^31 - 1) that tells whether ranks have received the same pairs: the sum of index XOR bits."""
-    # No change of one bit adds a multiple of this modulus.
-    return int((pairs[:, 0] ^ pairs[:, 1]).sum()) % (2**31 - 1)

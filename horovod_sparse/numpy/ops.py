@@ -132,37 +132,11 @@ class NumpyOps(Ops):
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values
 
-    def put(self, x: Array, indices: Array, values: Array) -> None:
-        with np.errstate(over="ignore"):
-            sums = x[indices] + values
-        keep_finite(sums)
-        x[indices] = sums
-
-    def fit(self, x: Array, indices: Array, bounds: Sequence[int], room: int) -> tuple[Array, list[int]]:
-        ends = np.searchsorted(indices, bounds)
-        counts = np.diff(ends)
-        kept = np.ones(indices.size, bool)
-        for region in np.flatnonzero(counts > room):
-            part = slice(ends[region], ends[region + 1])
-            kept[part] = False
-            kept[part][self.select_largest(x[indices[part]], room).indices] = True
-        return indices[kept], counts.clip(max=room).tolist()
-
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.zeros((capacity, 2), dtype=np.int32)
         message[:, 0] = wire.PADDING
         message[: indices.size, 0] = indices
         message[: indices.size, 1] = values.view(np.int32)
-        return message
-
-    def pack_regions(self, indices: Array, values: Array, bounds: Sequence[int], counts: list[int], room: int) -> Array:
-        message = np.zeros((len(counts) * room, 2), dtype=np.int32)
-        message[:, 0] = wire.PADDING
-        # Where each region's rows begin, less the number of pairs before them.
-        shifts = np.arange(len(counts)) * room - (np.cumsum(counts) - counts)
-        rows = np.arange(indices.size) + np.repeat(shifts, counts)
-        message[rows, 0] = indices - np.repeat(bounds[:-1], counts)
-        message[rows, 1] = values.view(np.int32)
         return message
 
     def quantize(self, x: Array, message: Array) -> Array:

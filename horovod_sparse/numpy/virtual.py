@@ -119,7 +119,7 @@ class VirtualWorkers:
 
 
 def results_of(asked: Sequence[Collective]) -> list[Array]:
-    """Return what each worker gets of a collective that all workers have asked for. Workers may get the same array."""
+    """Return what each worker gets of a collective that all workers have asked for: the same array."""
     messages = [one.message for one in asked]
     kind, world = asked[0].kind, len(asked)
     if kind == "allgather":

@@ -168,20 +168,8 @@ class Ops(Protocol):
         """Return the message of pairs (`pack`) of indices and of what `take` takes there."""
         return self.pack(indices, self.take(x, indices, entries), capacity)
 
-    def put(self, x: Array, indices: Array, values: Array) -> None:
-        """Add finite values to x at `indices`, in place. Sums that leave the range of x's type stay at its largest number."""
-
-    def fit(self, x: Array, indices: Array, bounds: Sequence[int], room: int) -> tuple[Array, list[int]]:
-        """Return the indices that are sent if each region has room for `room` entries of x, and how many each region gets.
-
-        Region r holds the indices in [bounds[r], bounds[r + 1]). The largest of its entries are sent.
-        """
-
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
-
-    def pack_regions(self, indices: Array, values: Array, bounds: Sequence[int], counts: list[int], room: int) -> Array:
-        """Return the message of pairs by region (`wire`, message 5), in which each region has `counts` of the pairs."""
 
     def quantize(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 4).

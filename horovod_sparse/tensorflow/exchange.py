@@ -28,12 +28,10 @@ class Collectives:
         self._process_set = process_set
         self._zero = make_variable(lambda: np.zeros(1, np.float32), "zero")
 
-    def result(self, kind: Kind, message: Tensor, name: str, to: Tensor = None) -> Tensor:
-        """Return the result of a collective (`protocols.Collective`). For an alltoall, `to` has the rows for each rank."""
+    def result(self, kind: Kind, message: Tensor, name: str) -> Tensor:
+        """Return the result of a collective (`protocols.Collective`)."""
         name = self._full(f"{self.number}.{name}")
         where = {"name": name, "ignore_name_scope": True, "process_set": self._process_set}
-        if kind == "alltoall":
-            return mpi_ops.alltoall(message, to, **where)[0]
         if kind == "allgather":
             return mpi_ops.allgather(message, **where)
         return mpi_ops._allreduce(message, op=mpi_ops.Sum, **where)

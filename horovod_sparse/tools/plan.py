@@ -13,7 +13,6 @@ from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Round
 from horovod_sparse.exchange.shared import Dense
@@ -105,10 +104,9 @@ PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo))
 PACKED = Method(
     "packed pairs", 'SIDCo({ratio}, exchange=Pairs("packed"))', sparse(partial(SIDCo, exchange=Pairs("packed")))
 )
-BALANCED = Method("balanced", "SIDCo({ratio}, exchange=Balanced())", sparse(partial(SIDCo, exchange=Balanced())))
 UNION = Method("union", "MiCRO({ratio})", sparse(MiCRO))
 SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), trains=False)
-METHODS = (DENSE32, DENSE16, POWER, PAIRS, PACKED, BALANCED, UNION, SHARED)
+METHODS = (DENSE32, DENSE16, POWER, PAIRS, PACKED, UNION, SHARED)
 
 
 def warm_up(compressor: Compressor, parameters: int, world: int) -> tuple[int, int, float]:

@@ -44,14 +44,6 @@ def check_fit(
         )
 
 
-def note_used(parameters: Iterable[Tensor], used: set[Tensor], owner: object) -> None:
-    """Let `used` get the parameters that backward makes gradients for, as long as `owner` lives."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            hook: Any = parameter.register_post_accumulate_grad_hook(used.add)  # type: ignore[no-untyped-call]
-            finalize(owner, hook.remove)
-
-
 class DDPReducer(GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its other arguments.
 
@@ -63,9 +55,22 @@ class DDPReducer(GroupReducer):
         super().__init__(*args)
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
+        self._noted: set[Tensor] = set()
+        """The parameters whose gradients are noted as they come."""
         if finds_unused and self.active:
             self._used = set()
-            note_used(self._given_names, self._used, self)
+            self._note(self._given_names)
+
+    def _note(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Note from now on which parameters get gradients, as long as this object lives. Return those that are new."""
+        assert self._used is not None
+        # PyTorch takes hooks of parameters that are trained only.
+        new = [one for one in parameters if one.requires_grad and one not in self._noted]
+        for parameter in new:
+            hook: Any = parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            finalize(self, hook.remove)
+        self._noted.update(new)
+        return new
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> Future[Tensor]:
@@ -101,18 +106,14 @@ class DDPReducer(GroupReducer):
                 f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
                 "embedding with sparse=False"
             )
+        if self._used is not None:
+            # The bare hook meets its parameters here. Those that are new have gradients.
+            self._used.update(self._note(bucket.parameters()))
         self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         if self.pipeline is not None and not self.compressor.holds_back:
             self._begin_step()
             for parameter in bucket.parameters():
                 self._take(parameter, self._routes.names[parameter])
-
-    def _agree(self, parameters: Any) -> None:
-        super()._agree(parameters)
-        if self._used is not None and not self._given_names:
-            # The bare hook gets to know the parameters only now. They all have gradients in this step.
-            self._used.update(parameters)
-            note_used(parameters, self._used, self)
 
     def _finish(self) -> None:
         """End the step. What all ranks raise comes when DDP has ended its own step: before, training could not go on."""

@@ -195,38 +195,11 @@ class TorchOps(Ops):
         x[indices] = taken - values
         return values
 
-    def put(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
-        largest = torch.finfo(x.dtype).max
-        x[indices] = (x[indices] + values).clamp(-largest, largest)
-
-    def fit(self, x: Tensor, indices: Tensor, bounds: Sequence[int], room: int) -> tuple[Tensor, list[int]]:
-        ends = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))
-        counts: list[int] = ends.diff().tolist()
-        if max(counts) > room:
-            parts = torch.split(indices, counts)
-            kept = [one if len(one) <= room else one[self.select_largest(x[one], room).indices] for one in parts]
-            indices = torch.cat(kept)
-        return indices, [min(count, room) for count in counts]
-
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
         message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
         message[indices.numel() :, 0], message[indices.numel() :, 1] = wire.PADDING, 0
-        return message
-
-    def pack_regions(
-        self, indices: Tensor, values: Tensor, bounds: Sequence[int], counts: list[int], room: int
-    ) -> Tensor:
-        message = torch.zeros((len(counts) * room, 2), dtype=torch.int32, device=values.device)
-        message[:, 0] = wire.PADDING
-        numbers = torch.tensor(counts, device=values.device)
-        # Where each region's rows begin, less the number of pairs before them.
-        shifts = torch.arange(len(counts), device=values.device) * room - (numbers.cumsum(0) - numbers)
-        rows = torch.arange(len(indices), device=values.device) + shifts.repeat_interleave(numbers)
-        firsts = torch.tensor(bounds[:-1], device=values.device).repeat_interleave(numbers)
-        message[rows, 0] = (indices - firsts).int()
-        message[rows, 1] = values.view(torch.int32)
         return message
 
     def quantize(self, x: Tensor, message: Tensor) -> Tensor:

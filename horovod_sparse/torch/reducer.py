@@ -189,9 +189,12 @@ class Reducer(TensorReducer):
         optimizer._synchronized = True
 
     def _prepare(self) -> None:
-        """Take what has not been taken, after the ranks have agreed on new parameters. If this raises, the others are told."""
+        """Take what has not been taken, after the ranks have agreed on new parameters. If this raises, the others are told.
+
+        After an interrupted backward pass this rank takes part with the gradients that it has, as with a dense average.
+        """
         try:
-            self.end_interrupted()
+            self._passes.clear()
             self.check_unchanged()
             self._adopt()
             if len(self._routes.names) < len(self.optimizer._requires_update):

@@ -36,8 +36,7 @@ BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
 
 COMPRESSORS: dict[str, MakeCompression] = {
-    name: partial(make, adapter)
-    for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()
+    name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()
 }
 
 

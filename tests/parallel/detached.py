@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_sparse.torch import Balanced, MomentumCorrection, RandomBlock, TopK
+from horovod_sparse.torch import MomentumCorrection, RandomBlock, TopK
 
 from .common import assert_identical, digest, distributed, hvd, normals
 from .local import SHAPES, Pulled
@@ -186,7 +186,6 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "written, AdamW": (nothing_has_moved, Bounded, torch.optim.AdamW),
     "loaded": (what_is_loaded_after_an_interrupted_pass_stays,),
     "off, 0": (partial(OFF, detached=0.0),),
-    "off, balanced": (partial(OFF, exchange=Balanced()),),
     "off, residual": (partial(OFF, residual=False),),
     "off, propagate": (partial(OFF, not_finite="propagate"),),
     "off, another optimizer than SGD": (OFF, torch.optim.ASGD),

@@ -19,12 +19,12 @@ from torch import nn
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
 from horovod_sparse.contrib import torch_local
+from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import group_reducer
 from horovod_sparse.torch.group import Group
-from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.torch.store import TensorReducer
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
@@ -243,26 +243,24 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
     return all(torch.equal(one, theirs[name]) for name, one in ours.items())
 
 
-def gradients_know_of_what_waits(keep: float, with_closure: bool = False, exchange: Any = None) -> None:
+def gradients_know_of_what_waits(keep: float, with_closure: bool = False) -> None:
     """They are those at theta_r - c e_r. Steps, exchanges and evaluations know only theta_r, and nothing is lost."""
-    model, local = pulled(keep, exchange=exchange)
+    model, local = pulled(keep)
     moved: list[Tensors] = []
     local.optimizer.register_step_post_hook(lambda *_: moved.append(model.values()))
-    # What others have sent is no part of what this worker has found.
-    shared, part = model.values(), keep if exchange is None else 0.0
+    shared = model.values()
     for step in range(4 * EVERY):
         before, kept = model.values(), waiting(local)
         assert step < EVERY or kept["first"].any()
         points = pull(model, local, step, with_closure)
         for name, one in before.items():
-            assert torch.equal(model.seen[name], one.sub(kept[name], alpha=part)), (name, step)
+            assert torch.equal(model.seen[name], one.sub(kept[name], alpha=keep)), (name, step)
             torch.testing.assert_close(moved[-1][name], one - 0.1 * (model.seen[name] - points[name]))
         if (step + 1) % EVERY:
             continue
         assert_identical(model)
         drift, mean = ({name: shared[name] - one for name, one in ends.items()} for ends in (moved[-1], model.values()))
-        if exchange is None:
-            nothing_is_lost(drift, kept, waiting(local), mean)
+        nothing_is_lost(drift, kept, waiting(local), mean)
         shared = model.values()
         with torch.no_grad():
             model(points)
@@ -338,7 +336,6 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "kept, all": (gradients_know_of_what_waits, 1.0),
     "kept, nothing": (gradients_know_of_what_waits, 0.0),
     "kept, closure": (gradients_know_of_what_waits, 0.5, True),
-    "kept, balanced": (gradients_know_of_what_waits, 0.5, False, sparse.Balanced()),
     "kept, resumed": (a_resumed_run_keeps_what_waits,),
     "kept, no drift": (what_is_kept_is_no_drift,),
     "kept, replaced": (nothing_moves_for_local_updates_that_were_replaced,),
@@ -396,7 +393,7 @@ STARTED = (Bucket, "sent_of_all"), (Movement, "restore"), (Movement, "go_on")
         f"{exchange.title}-{place}": (exchange, place)
         for exchange, places in (
             (sparse.Pairs(), ("first", "buckets", "loads", "begins", "asks", "one-started")),
-            (sparse.Balanced(), ("first", "begins", "one-started", "one-complete")),
+            (sparse.Union(), ("first", "begins", "one-started", "one-complete")),
         )
         for place in places
     },
@@ -549,10 +546,7 @@ def wrong_settings_are_refused() -> None:
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
         ({"overlap": 6}, "overlap must be in [0, every=5], got 6"),
-        (
-            {"overlap": 1, "compression": sparse.TopK(0.1, exchange=sparse.Balanced())},
-            "overlap must be 0 with Balanced",
-        ),
+        ({"overlap": 1, "compression": sparse.TopK(0.1, exchange=sparse.Union())}, "overlap must be 0 with Union"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
         ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum=None"),
         (

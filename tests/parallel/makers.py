@@ -20,7 +20,6 @@ VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs()},
     "TopK-union": lambda adapter: {"exchange": adapter.Union()},
     "SIDCo-packed": lambda adapter: {"exchange": adapter.Pairs("packed")},
-    "SIDCo-balanced": lambda adapter: {"exchange": adapter.Balanced()},
 }
 """Classes with other settings than the defaults."""
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import DGC, Balanced, NoOp, SIDCo, TopK, Union, seam
+from horovod_sparse.torch import DGC, NoOp, SIDCo, TopK, Union, seam
 from horovod_sparse.torch.reducer import Reducer
 
 from .common import (
@@ -422,7 +422,6 @@ _STOPPED = {
 _EXCHANGED: dict[str, Any] = {
     "TopK": lambda **s: TopK(0.02, warmup=None, **s),
     "union": lambda **s: TopK(0.02, exchange=Union(), warmup=None, **s),
-    "balanced": lambda **s: SIDCo(0.02, exchange=Balanced(), warmup=None, **s),
     "dense": lambda **s: TopK(0.02, min_numel=10**6, warmup=None, **s),
 }
 _PLACES = {f"{place}-{name}": (_STOPPED[place], make) for place in _STOPPED for name, make in _EXCHANGED.items()}

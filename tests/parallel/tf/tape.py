@@ -20,9 +20,9 @@ from stairs import Halving, dense_until
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Sender
 from horovod_sparse.exchange.received import summed
-from horovod_sparse.numpy import Balanced, Hierarchical, SparseAllreduce, Union
+from horovod_sparse.numpy import SparseAllreduce, Union
 from horovod_sparse.tensorflow import Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
@@ -52,7 +52,7 @@ class OfOne(Exchange):
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allreduce", capacity), Round("allreduce", capacity + 17, "float32")]
 
-    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+    def collectives(self, bucket: Sender) -> Exchanging:
         message = bucket.ops.pack_indices(bucket.select().indices, [], bucket.capacity)
         if bucket.position != bucket.step % bucket.world:
             message[:] = 0
@@ -138,12 +138,6 @@ _EACH = {name: COMPRESSORS[name] for name in EXCHANGES}
 @scenario(TF_2, TF_4, cases={name: (make,) for name, make in (_EACH | POLICIES).items()})
 def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
     assert_lockstep(make(**SETTINGS), 8)
-
-
-@scenario(TF_4, quick=False)
-def hosts_give_what_numpy_gives() -> None:
-    # Two consecutive workers stand for a host.
-    assert_lockstep(SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS), 6)
 
 
 @scenario(TF_SETS_4, quick=False)
@@ -511,7 +505,7 @@ def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
     TF_2,
     cases={
         "pairs": (partial(TopK, 0.05),),
-        "balanced": (partial(TopK, 0.05, exchange=Balanced()),),
+        "union": (partial(TopK, 0.05, exchange=Union()),),
         "shared": (partial(RandomBlock, 0.05),),
     },
 )
