@@ -10,6 +10,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,8 @@ EXCHANGES = {
     "shared": ("SharedIndices",),
 }
 """What each exchange is made of: its class and the type of its values."""
+RANDOM = ("randomk", "randomblock")
+"""Choices that train only where gradients know of what waits."""
 
 
 def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
@@ -59,16 +62,11 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         default="exponential",
         help="what sidco fits to the gradient's magnitudes",
     )
-    parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer, or before the selection")
-    parser.add_argument(
-        "--momentum-in-optimizer",
-        action="store_true",
-        help="leave momentum in the optimizer, instead of moving it before the selection",
-    )
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer, where it has one")
     parser.add_argument(
         "--momentum-correction",
         action="store_true",
-        help="momentum before the selection with masking, as in DGC, in units of the gradient",
+        help="momentum before the selection with masking, as in DGC, and an optimizer without",
     )
     parser.add_argument(
         "--no-masking", action="store_true", help="with --momentum-correction: momentum goes on where entries were sent"
@@ -86,11 +84,11 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         help="the ratio of step t is at least C/(t+1); none: the ratio from the first step on",
     )
     parser.add_argument(
-        "--detached",
-        type=auto_or_number,
-        default="auto",
+        "--ahead",
+        type=float,
         metavar="C",
-        help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch)",
+        help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch); without "
+        "it, 1 with randomk and randomblock, and else 0",
     )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
@@ -102,18 +100,12 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     return parser
 
 
-def auto_or_number(text: str) -> float | str:
-    """The value of an option that is "auto" or a number."""
-    return text if text == "auto" else float(text)
-
-
 def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
     common: dict[str, Any] = {
         "warmup": args.warmup,
         "residual": not args.no_residual,
-        "lr_in_residual": args.lr_in_residual or "auto",
-        "detached": args.detached,
+        "lr_in_residual": args.lr_in_residual,
     }
     if args.granularity is not None:
         common["granularity"] = args.granularity
@@ -122,8 +114,6 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         common["exchange"] = getattr(hvd, name)(*arguments)
     if args.momentum_correction:
         common["momentum"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
-    elif args.momentum_in_optimizer:
-        common["momentum"] = None
     ratio = args.ratio
     match args.compression:
         case "none":
@@ -135,7 +125,6 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         case "sidco":
             return hvd.SIDCo(ratio, distribution=args.distribution, **common)
         case "dgc":
-            common["momentum"] = args.momentum
             return hvd.DGC(ratio, seed=args.seed, **common)
         case "randomk" | "randomblock":
             cls = getattr(hvd, CLASSES[args.compression])
@@ -146,8 +135,19 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
 
 
 def optimizer_momentum(compression: Any, args: argparse.Namespace) -> float:
-    """The optimizer's momentum; 0 where the compression has momentum of its own, which would come on top of it (DGC)."""
+    """The optimizer's momentum; 0 where the compression has momentum of its own, which would come on top of it."""
     return 0.0 if getattr(compression, "momentum_correction", None) else args.momentum
+
+
+def ahead(compression: Any, model: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The block for forward and backward (PyTorch). In your own script: `with compression.ahead(model, 0.5):`."""
+    coefficient = (1.0 if args.compression in RANDOM else 0.0) if args.ahead is None else args.ahead
+    if not coefficient:
+        return nullcontext()
+    if not hasattr(compression, "ahead"):
+        raise SystemExit(f"--ahead needs a sparsifier, got --compression {args.compression}")
+    block: AbstractContextManager[None] = compression.ahead(model, coefficient)
+    return block
 
 
 @dataclass(frozen=True)

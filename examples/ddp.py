@@ -48,6 +48,7 @@ def wrap(model: nn.Module, compression: Any, optimizer: torch.optim.Optimizer) -
     if compression is Compression.fp16:
         wrapped.register_comm_hook(None, fp16_compress_hook)
     elif compression is not Compression.none:
+        # Only `ahead` and `lr_in_residual` need the optimizer, for its learning rate.
         sparse.register(wrapped, compression, optimizer)
     return wrapped
 

@@ -49,11 +49,11 @@ ADAMW = tuple(
         run,
         name=f"adamw-{run.name}",
         label=f"AdamW {run.label}",
-        options=(*run.options, "--optimizer", "adamw", "--lr", "0.002"),
+        options=(*run.options, "--optimizer", "adamw", "--lr", "0.002", *more),
     )
-    for run in (RUNS[0], RUNS[2])
+    for run, more in ((RUNS[0], ()), (RUNS[2], ("--local-updates",)))
 )
-"""With PyTorch. Updates are exchanged in place of gradients."""
+"""With PyTorch. `LocalUpdates` exchanges movements in place of gradients."""
 
 
 TRANSPORTS = ("horovod", "ddp")

@@ -56,7 +56,7 @@ class Report(keras.callbacks.Callback):
 
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001)
-    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="with adam, updates are exchanged")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     args = parser.parse_args()
     hvd.init()
     # A model as small as this is for the CPU; `tensorflow_digits.py` says what your own script needs.

@@ -7,6 +7,7 @@ import math
 import statistics
 import sysconfig
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     RunLog,
-    auto_or_number,
+    ahead,
     check_replicas,
     make_compression,
     make_parser,
@@ -41,11 +42,13 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     )
     parser.add_argument("--bytes", type=int, default=200_000, help="characters of source text, 5 %% are held out")
     parser.add_argument("--context", type=int, default=32, help="characters that the model sees")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument(
-        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="with adamw, sparsifiers exchange its updates"
-    )
-    parser.add_argument(
-        "--every", type=int, default=0, metavar="STEPS", help="local updates, after so many steps; 0: in every step"
+        "--every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="exchange movements by LocalUpdates after so many steps, which is the line for adamw with 1; 0: gradients",
     )
     parser.add_argument("--residual-decay", type=float, default=1.0, help="of local updates")
     parser.add_argument("--outer-lr", type=auto_or_number, default="auto", help="of local updates")
@@ -53,6 +56,11 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
     parser.add_argument("--overlap", type=int, default=0, metavar="STEPS", help="in which local updates travel")
     return parser
+
+
+def auto_or_number(text: str) -> float | str:
+    """The value of an option that is "auto" or a number."""
+    return text if text == "auto" else float(text)
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any) -> tuple[Any, Any]:
@@ -70,6 +78,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
         )
     if args.epoch_steps % args.every:
         raise SystemExit(f"--epoch-steps must be a multiple of --every, got {args.epoch_steps} and {args.every}")
+    if args.ahead:
+        raise SystemExit("--every needs --keep in place of --ahead")
     local = hvd.LocalUpdates(
         optimizer,
         model,
@@ -82,6 +92,11 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
         overlap=args.overlap,
     )
     return local, local.compression
+
+
+def gradients_of(model: nn.Module, args: argparse.Namespace, compression: Any) -> AbstractContextManager[None]:
+    """The block for forward and backward. `LocalUpdates` has its own, by --keep."""
+    return nullcontext() if args.every else ahead(compression, model, args)
 
 
 def read_corpus(limit: int) -> Tensor:
@@ -150,8 +165,9 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
                 group["lr"] = args.lr * min(step / args.warmup_steps, max(1 - step / steps, 0.02))
             x, y = sample(shard, args.batch_size, args.context, generator)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            loss.backward()
+            with gradients_of(model, args, compression):
+                loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

@@ -3,6 +3,8 @@
     mpirun -np 2 python examples/torch_digits.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/torch_digits.py --compression none
     torchrun --nproc-per-node 2 examples/torch_digits.py --transport ddp
+    mpirun -np 2 python examples/torch_digits.py --optimizer adamw --lr 0.002 --local-updates
+    mpirun -np 2 python examples/torch_digits.py --compression randomblock --ratio 0.01 --ahead 1
 
 With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     RunLog,
+    ahead,
     check_replicas,
     make_compression,
     make_parser,
@@ -77,8 +81,9 @@ def main() -> None:
         default="horovod",
         help="ddp: torch.distributed, which needs no Horovod",
     )
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument(
-        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="with adamw, sparsifiers exchange its updates"
+        "--local-updates", action="store_true", help="exchange movements by LocalUpdates, which is the line for adamw"
     )
     args = parser.parse_args()
     hvd = import_module("ddp" if args.transport == "ddp" else "horovod_sparse.torch")
@@ -94,16 +99,21 @@ def main() -> None:
     network = model = make_model(args.width)
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
+    if args.transport == "horovod":
+        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
     if args.optimizer == "adamw":
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
-    if args.transport == "ddp":
+    if args.local_updates:
+        if args.ahead or not hasattr(compression, "stats"):
+            raise SystemExit("--local-updates needs a sparsifier, and no --ahead: it has its own")
+        optimizer = hvd.LocalUpdates(optimizer, network, compression)
+    elif args.transport == "ddp":
         model = hvd.wrap(network, compression, optimizer)
     else:
         names = network.named_parameters()
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression)
-        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     numel = sum(parameter.numel() for parameter in network.parameters())
@@ -121,8 +131,9 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / warmup_steps)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            with nullcontext() if args.local_updates else ahead(compression, model, args):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

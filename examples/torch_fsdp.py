@@ -1,6 +1,7 @@
 """Train a small transformer that FSDP2 has sharded, with gradients compressed between the replicas of each shard.
 
     torchrun --nproc-per-node 4 examples/torch_fsdp.py --replicas 2 --compression sidco --ratio 0.01
+    torchrun --nproc-per-node 4 examples/torch_fsdp.py --replicas 2 --compression sidco --ratio 0.01 --local-updates
     torchrun --nproc-per-node 4 examples/torch_fsdp.py --replicas 2 --compression none
 
 Ranks that follow each other hold a replica together, as the GPUs of a host do. Without compression FSDP exchanges between
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--compression", choices=["none", *CLASSES], default="sidco")
     parser.add_argument("--ratio", type=float, default=0.01, help="part of the entries to send")
     parser.add_argument("--lr", type=float, default=0.001, help="of AdamW")
+    parser.add_argument(
+        "--local-updates", action="store_true", help="exchange movements by LocalUpdates, which is the line for AdamW"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=2, help="per rank and step")
@@ -64,10 +68,14 @@ def main() -> None:
     model = shard(CharLM(args.context, args.width, 3, 4).to(device), mesh if dense else mesh["shard"])
     parameters: list[Any] = [*model.parameters()]
     held = 4.0 * sum(parameter.to_local().numel() for parameter in parameters)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
     compression = None if dense else getattr(sparse, CLASSES[args.compression])(ratio=args.ratio)
-    if compression is not None:
-        sparse.register(model, compression, optimizer, replicate=mesh["replicate"])
+    if args.local_updates:
+        if compression is None:
+            raise SystemExit("--local-updates needs a sparsifier, got --compression none")
+        optimizer = sparse.LocalUpdates(optimizer, model, compression, group=mesh["replicate"])
+    elif compression is not None:
+        sparse.register(model, compression, replicate=mesh["replicate"])
 
     text = read_corpus(200_000)
     boundary = int(0.95 * len(text))

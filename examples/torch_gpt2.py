@@ -1,12 +1,11 @@
 """Fine-tune GPT-2 of Hugging Face Transformers on a text file in a plain loop, data parallel, with compressed exchanges.
 
-    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --compression topk --exchange packed
-    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 0 --optimizer sgd --lr 0.05
+    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 1
+    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 5 --compression topk --exchange packed
     mpirun -np 2 python examples/torch_gpt2.py --synthetic --epochs 1
 
-With --local-steps H, every worker makes H steps of AdamW alone. Then the workers exchange how far their parameters have moved.
-With --local-steps 0, the workers exchange in every step: the updates of AdamW, or gradients with --optimizer sgd.
-docs/libraries.md says more.
+By default gradients are exchanged in every step. AdamW trains better with --local-steps 1, where the workers exchange how far
+their parameters have moved. With more, every worker makes as many steps alone before they do. docs/libraries.md says more.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import argparse
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from common import check_replicas, make_compression, measure_traffic, optimizer_momentum
+from common import ahead, check_replicas, make_compression, measure_traffic, optimizer_momentum
 from jobs import Course, make_course, make_job_parser, print_closing_table, resume, save, start_log
 from torch import Tensor, nn
 from torch_states import read_states, write_states
@@ -83,6 +83,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[Any, Any
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         own = {} if sparse is None else {"compression": sparse}
         return optimizer, compression, {"model": model, "optimizer": optimizer, **own}
+    if args.ahead:
+        raise SystemExit("--ahead needs --local-steps 0: local updates have their own")
     if args.compression == "fp16":
         raise SystemExit("--local-steps needs --compression none or a sparsifier, got fp16; --local-steps 0 takes it")
     local = hvd.LocalUpdates(adamw, model, sparse, every=args.local_steps)
@@ -119,7 +121,7 @@ def main() -> None:
         __doc__.splitlines()[0], data="text file in UTF-8", epochs=3, batch_size=4, lr=5e-5, ratio=0.03
     )
     parser.add_argument("--model", help="name on the Hugging Face Hub, or folder; without it, a new model reads bytes")
-    parser.add_argument("--local-steps", type=int, default=5, metavar="H", help="0: exchange in every step")
+    parser.add_argument("--local-steps", type=int, default=0, metavar="H", help="0: exchange gradients in every step")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="with --local-steps 0")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=768, help="of a new model")
@@ -159,11 +161,12 @@ def main() -> None:
                 group["lr"] = args.lr * lr_factor(step, warmup, course.total)
             batch = train[indices].to(device)
             optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
-                loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
+            with nullcontext() if args.local_steps else ahead(compression, model, args):
+                with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
+                    loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
             if args.local_steps:
-                # Gradients are this worker's own. Reduced gradients must not be clipped: it would cut off what had waited.
+                # Gradients are this worker's own. Clipping reduced ones would cut off what had waited.
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             losses.append(loss.item())

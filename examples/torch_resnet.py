@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import check_replicas, make_compression, measure_traffic, optimizer_momentum
+from common import ahead, check_replicas, make_compression, measure_traffic, optimizer_momentum
 from jobs import make_course, make_job_parser, print_closing_table, resume, save, start_log
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -173,10 +173,11 @@ def main() -> None:
                 group["lr"] = args.lr * lr_factor(step, warmup, course.total)
             x, y = x.to(device, memory_format=torch.channels_last), y.to(device)
             optimizer.zero_grad()
-            # Parameters, gradients and residuals stay float32; no GradScaler is needed.
-            with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
-                loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            with ahead(compression, model, args):
+                # Parameters, gradients and residuals stay float32; no GradScaler is needed.
+                with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
+                    loss = F.cross_entropy(model(x), y)
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

@@ -1,4 +1,4 @@
-"""Random and largest entries: support, granularity, error feedback, also detached, and momentum.
+"""Random and largest entries: support, granularity, error feedback, also with parameters moved ahead, and momentum.
 
     python studies/ablation.py -- --epochs 8
     python studies/ablation.py --ratio 0.1 --seeds 1 -- --epochs 10
@@ -20,8 +20,8 @@ import runs
 COMPRESSORS = {"RandomK": "randomk", "RandomBlock": "randomblock", "TopK": "topk"}
 SUPPORTS = ("shared", "per worker")
 GRANULARITIES = ("layer", "model")
-DETACHED = {f"detached {c}": ["--detached", str(c)] for c in (0.3, 1.0)}
-FEEDBACKS = {"on": ["--detached", "0"], "off": ["--no-residual"]}
+AHEAD = {f"ahead {c}": ["--ahead", str(c)] for c in (0.3, 1.0)}
+FEEDBACKS = {"on": ["--ahead", "0"], "off": ["--no-residual"]}
 MOMENTA = {
     "optimizer": [],
     "selection": ["--momentum-correction", "--no-masking"],
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
         exchange = "pairs" if self.support == "per worker" else "union" if self.compressor == "TopK" else "shared"
         chosen = ["--compression", COMPRESSORS[self.compressor], "--ratio", str(ratio), "--warmup", "none"]
         chosen += ["--granularity", self.granularity, "--exchange", exchange]
-        return [*chosen, *(FEEDBACKS | DETACHED)[self.feedback], *momentum]
+        return [*chosen, *(FEEDBACKS | AHEAD)[self.feedback], *momentum]
 
     def label(self) -> str:
         return " ".join(part for part in self if part != "-")
@@ -72,10 +72,10 @@ def main() -> None:
     dense = compare("Momentum in the optimizer", [*map(Setting, runs.DENSE), *usual])
     chosen = [("RandomBlock", "shared", "layer"), ("RandomBlock", "shared", "model")]
     chosen += [("RandomK", "shared", "model"), ("TopK", "per worker", "model")]
-    alone = [Setting(*choice, feedback, "none") for choice, feedback in product(chosen, FEEDBACKS | DETACHED)]
+    alone = [Setting(*choice, feedback, "none") for choice, feedback in product(chosen, FEEDBACKS | AHEAD)]
     compare("Without momentum", [*(Setting(name, momentum="none") for name in runs.DENSE), *alone])
     # Without error feedback nothing would keep the momentum that is before the selection.
-    before = [Setting(*choice, feedback, "selection") for choice, feedback in product(chosen, ("on", *DETACHED))]
+    before = [Setting(*choice, feedback, "selection") for choice, feedback in product(chosen, ("on", *AHEAD))]
     compare("Momentum before the selection", before, dense)
 
 

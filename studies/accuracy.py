@@ -17,7 +17,7 @@ import runs
 
 COMPRESSORS = ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock")
 RATIOS = ("0.01", "0.001")
-BARE = ["--warmup", "none", "--momentum-in-optimizer", "--detached", "0"]
+BARE = ["--warmup", "none", "--ahead", "0"]
 
 
 def sparse(name: str, ratio: str, *options: str) -> list[str]:
@@ -29,7 +29,7 @@ CONSTANT = {
     **{f"{name} 0.001": sparse(name, "0.001", *BARE) for name in ("SIDCo", "TopK", "DGC")},
 }
 PLAIN = {f"{name}({ratio})": sparse(name, ratio) for name in ("SIDCo", "TopK", "DGC", "MiCRO") for ratio in RATIOS}
-"""The plain line: momentum moves before the selection, the ratio comes down with time, and feedback is detached."""
+"""The plain line: the ratio comes down with time, and momentum stays in the optimizer."""
 ROWS = runs.DENSE | CONSTANT | PLAIN
 
 

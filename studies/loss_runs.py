@@ -69,7 +69,7 @@ class Row:
     """10 without momentum: with momentum 0.9 a gradient moves the parameters ten times as far as the learning rate says."""
 
 
-CONSTANT = "--warmup none --detached 0"
+CONSTANT = "--warmup none --ahead 0"
 SPARSELOCO = f"{CONSTANT} --every 30 --keep 0 --residual-decay 0.95 --outer-lr 1"
 """The paper's settings of local updates."""
 

@@ -41,7 +41,6 @@ def needs(module: str) -> pytest.MarkDecorator:
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("script", "compression", "ratio", "most_bytes"),
-    # DGC would refuse an optimizer with momentum.
     [
         ("torch_digits.py", "sidco", 0.01, 20_000),
         pytest.param("torch_digits.py", "none", 1.0, 700_000, marks=pytest.mark.full),
@@ -95,8 +94,9 @@ def test_every_compression_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = {name: compression for name, compression in made.items() if name not in ("none", "fp16")}
     assert len({type(compression) for compression in sparse.values()}) == len(COMPRESSORS)
     assert all(compression.granularity == "layer" and compression.residual for compression in sparse.values())
-    default = parser.parse_args([])
-    assert [name for name in made if common.optimizer_momentum(made[name], default) == 0.0] == ["dgc"]
+    default, corrected = parser.parse_args([]), parser.parse_args(["--momentum-correction"])
+    assert {common.optimizer_momentum(one, default) for one in made.values()} == {0.9}
+    assert common.optimizer_momentum(common.make_compression(corrected, hvd), corrected) == 0.0
 
 
 @pytest.mark.full

@@ -60,6 +60,8 @@ class TensorReducer(Store):
         self.compressor = compressor
         self._routes = Routes()
         self._step = Step()
+        self._order: list[str] = []
+        """Names of the buckets, in the order in which their exchanges began in the last step: the same on all ranks."""
 
     # --- what is left to others ---
 
@@ -133,6 +135,7 @@ class TensorReducer(Store):
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
         pipeline.complete(under_way, self._start)
+        self._order = [*step.exchanges]
         self._fail_together(pipeline)
         pipeline.end_step(self._write, self._transport.everyone)
 
@@ -143,9 +146,11 @@ class TensorReducer(Store):
         """Give up the step that has begun. Tell the other ranks, which wait for this one's part of it, and wait for theirs."""
         step, pipeline = self._step, self.pipeline
         if pipeline is not None and step.begun and not pipeline.is_broken:
-            for bucket in pipeline.all_buckets:
-                if bucket.name not in step.exchanges:
-                    step.exchanges[bucket.name] = self._start(bucket, pipeline.spoil(bucket).begin())
+            buckets = {bucket.name: bucket for bucket in pipeline.all_buckets}
+            # A process group matches collectives by their order.
+            for name in dict.fromkeys([*self._order, *buckets]):
+                if name not in step.exchanges:
+                    step.exchanges[name] = self._start(buckets[name], pipeline.spoil(buckets[name]).begin())
             under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
             pipeline.complete(under_way, self._start)
             pipeline.end_step(lambda *_: None, self._transport.everyone)
