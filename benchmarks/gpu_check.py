@@ -259,9 +259,9 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
             pipeline.arrive(name, gradient)
         own = bucket.begin().message
         device.raise_where_it_waits(False)
-        pipeline.advance(bucket, own, 1.0, lambda slots, reduced: None)
+        pipeline.advance(bucket, own)
         assert bucket.outcome.sent > 0
-        pipeline.end_step()
+        pipeline.end_step(lambda slots, reduced: None)
 
 
 # --- how fast? ---

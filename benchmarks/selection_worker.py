@@ -182,6 +182,8 @@ class Worker:
         self.residual: NDArray[Any] = self._bucket.buffer.numpy()
         # The system provides memory when it is first written to. That is not part of a step.
         self.residual.fill(0.0)
+        self._writing = 0.0
+        """The seconds for which the last step has written."""
         self._former: list[Tensor] = []
         """This worker's messages of the last steps."""
 
@@ -204,12 +206,12 @@ class Worker:
             answer = self._answer(request)
             compress += write
             begun = time.perf_counter()
-            request = self._pipeline.advance(self._bucket, answer, 1.0, self._write)
+            request = self._pipeline.advance(self._bucket, answer)
             write = time.perf_counter() - begun
         begun = time.perf_counter()
-        self._pipeline.end_step()
-        compress += time.perf_counter() - begun
-        return write if self._case.receives else compress
+        self._pipeline.end_step(self._write)
+        compress += time.perf_counter() - begun - self._writing
+        return write + self._writing if self._case.receives else compress
 
     def _set_threshold(self, compressor: sparse.Threshold, gradient: Tensor) -> None:
         # A fixed threshold sends more in every step until residuals are as large as the threshold, after 1/ratio steps. But
@@ -219,9 +221,11 @@ class Worker:
         compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self._conditions.ratio))
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+        begun = time.perf_counter()
         self._reduced = reduced
         if self._dense is not None:
             reduced.write([(slots[0].offset, self._dense)])
+        self._writing = time.perf_counter() - begun
 
     def _answer(self, request: Collective) -> Tensor:
         if self._case.world == 1 or request.kind == "allreduce":

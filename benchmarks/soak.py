@@ -44,8 +44,7 @@ class Training:
     def __post_init__(self) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
-        momentum = 0.0 if self.name == "DGC" else 0.9
-        sgd = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=momentum)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         self.optimizer = hvd.DistributedOptimizer(sgd, self.model.named_parameters(), compression=self.compression)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, 1000)
 

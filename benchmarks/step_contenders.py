@@ -156,7 +156,7 @@ SPARSE: dict[str, Contender] = {
     "FSDP SIDCo 0.01": partial(sharded, make=partial(hvd.SIDCo, 0.01)),
     "FSDP SIDCo 0.001": partial(sharded, make=partial(hvd.SIDCo, 0.001)),
     "TopK 0.001": partial(sparse, partial(hvd.TopK, 0.001)),
-    "DGC 0.001": partial(sparse, partial(hvd.DGC, 0.001, momentum=0.0)),
+    "DGC 0.001": partial(sparse, partial(hvd.DGC, 0.001)),
     "GaussianK 0.001": partial(sparse, partial(hvd.GaussianK, 0.001)),
     "MiCRO 0.01": partial(sparse, partial(hvd.MiCRO, 0.01)),
     "RandomBlock 0.01": partial(sparse, partial(hvd.RandomBlock, 0.01)),

@@ -41,6 +41,7 @@ TESTS = {
     "core/bucket": "pipeline step laws momentum numpy_allreduce machine",
     "core/selector": "pipeline laws momentum cached machine",
     "core/intake": "momentum pipeline laws machine",
+    "core/residuals": "pipeline state step machine",
     "core/state": "pipeline state numpy_allreduce momentum laws machine",
     "exchange/pairs": "wire pipeline laws machine exchanges",
     "exchange/protocols": "wire pipeline laws momentum random micro exchanges machine",

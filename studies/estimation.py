@@ -68,8 +68,7 @@ ROWS = (
     Row("SIDCo gpareto, paper", partial(SIDCo, distribution="gpareto", adapt="paper")),
     Row("GaussianK exact", partial(GaussianK, refine="exact"), held=True),
     Row("GaussianK paper", partial(GaussianK, refine="paper")),
-    # Without momentum, so that it selects from the same as the others.
-    Row("DGC, momentum 0", partial(DGC, momentum=0.0), held=True),
+    Row("DGC", DGC, held=True),
     Row("RedSync", RedSync),
     Row("MiCRO two-sided", partial(MiCRO, scaling="two_sided"), held=True, together=True),
     Row("MiCRO paper", partial(MiCRO, scaling="paper"), together=True),

@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
             ("RandomK, shared indices", sparse.RandomK, {}),
             ("SIDCo, pairs", sparse.SIDCo, {}),
             ("GaussianK, pairs", sparse.GaussianK, {}),
-            ("DGC, pairs", sparse.DGC, {"momentum": 0.0}),
+            ("DGC, pairs", sparse.DGC, {}),
             ("RedSync, pairs", sparse.RedSync, {}),
         )
     },

@@ -209,7 +209,9 @@ class Machine(RuleBasedStateMachine):
         mean = self.main.mean_of_dense(step)
         failed = bool(bad) or not np.isfinite(mean).all()
         for expected, mine in zip(self.expected, results[0], strict=True):
-            ((_, written),) = mine[DENSE] or ()
+            parts = mine[DENSE]
+            assert parts is not None
+            ((_, written),) = parts
             assert equal(written, mean if failed else within_range(expected.dense(mean))), "the dense parameter"
         for bucket in self.main.pipelines[0].buckets:
             lost = not bad.isdisjoint(bucket.slots)

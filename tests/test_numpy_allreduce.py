@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from table import gradients_of
 from virtual_mpi import Comm, run
 
 from horovod_sparse import kernels
-from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange.protocols import Collective, Exchange
 from horovod_sparse.numpy import (
     DGC,
     Clip,
@@ -25,6 +28,7 @@ from horovod_sparse.numpy import (
     TopK,
     Union,
 )
+from horovod_sparse.numpy.transport import Communicator
 
 SHAPES = {"weight": (30, 40), "kernel": (500,), "bias": (7,)}
 
@@ -59,8 +63,6 @@ def test_what_is_refused() -> None:
     compressor: Any = TopK
     with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):
         SparseAllreduce(None, compressor)
-    with pytest.raises(ValueError, match="updates must be 'auto' or False with NumPy, got True"):
-        SparseAllreduce(None, TopK(0.1, updates=True))
     reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
     for dtype in (np.int64, np.float16, np.complex128, np.longdouble):
@@ -90,16 +92,12 @@ def test_small_arrays_are_clipped_too(clip: Any, norms: tuple[float, float]) -> 
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)
 
 
-class Interruption(BaseException):
-    """As KeyboardInterrupt, which would end the tests."""
-
-
 def test_a_state_that_is_refused_before_the_first_call_fixes_nothing() -> None:
     """Not even names and shapes. Later: `test_pipeline`."""
-    source = SparseAllreduce(None, DGC(0.05, warmup=None))
+    source = SparseAllreduce(None, DGC(0.05, momentum=0.9, warmup=None))
     source(local(0))
     good = source.state_dict()
-    reduce, other = (SparseAllreduce(None, DGC(0.05, warmup=None)) for _ in range(2))
+    reduce, other = (SparseAllreduce(None, DGC(0.05, momentum=0.9, warmup=None)) for _ in range(2))
     for bad in ({**good, "adaptive": None}, {**good, "velocities": {}}):
         with pytest.raises(ValueError, match=r"state|velocities"):
             reduce.load_state_dict(bad, local(0))
@@ -136,19 +134,6 @@ def of_rank(step: int, rank: int) -> dict[str, np.ndarray]:
     return local(10 * step + rank)
 
 
-def stopped(reduce: SparseAllreduce, step: int, rank: int, at: str) -> None:
-    """A call that is interrupted when a method of the pipeline, or of its first bucket, is called."""
-    owner = reduce.pipeline.buckets[0] if at == "begin" else reduce.pipeline
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner, at, interrupted)
-        with pytest.raises(Interruption):
-            reduce(of_rank(step, rank))
-
-
-def interrupted(*_: Any) -> None:
-    raise Interruption
-
-
 MAKERS = {
     "pairs": lambda: TopK(0.1, warmup=None),
     "layer": lambda: SIDCo(0.1, granularity="layer", warmup=None),
@@ -169,66 +154,113 @@ def test_workers_that_differ_in_their_exchange_are_told(exchange: Exchange) -> N
     assert run(2, work) == [None, None]
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("before", [True, False], ids=["before it ends", "when it has ended"])
-def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bool) -> None:
-    """Its result is lost there, and the other has it."""
+WRONG: dict[str, tuple[type[Exception], Callable[[dict[str, np.ndarray]], Any]]] = {
+    "shape": (ValueError, lambda given: {**given, "bias": np.ones(8, np.float32)}),
+    "names": (ValueError, lambda given: {"weight": given["weight"]}),
+    "type": (TypeError, lambda given: {**given, "kernel": np.ones(500, np.int64)}),
+    "mapping": (TypeError, lambda given: [*given.values()]),
+}
 
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("error", "spoil"), WRONG.values(), ids=WRONG)
+def test_a_call_that_raises_on_some_workers_raises_on_all_which_go_on(
+    name: str, error: type[Exception], spoil: Callable[[dict[str, np.ndarray]], Any]
+) -> None:
+    """The others are told who it is. Nothing of the call is left on any."""
+
+    def work(comm: Comm, wrong: tuple[int, ...]) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        before = reduce.state_dict()
+        if rank in wrong:
+            with pytest.raises(error, match="must be"):
+                reduce(spoil(of_rank(1, rank)))
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {rank}: rank {wrong[0]} has given up this step"):
+                reduce(of_rank(1, rank))
+        after = reduce.state_dict()
+        assert after["adaptive"] == before["adaptive"] and reduce.steps == 1
+        for one, residual in before["residuals"].items():
+            np.testing.assert_allclose(after["residuals"][one], residual, rtol=0, atol=2e-6)
+        return reduce(of_rank(2, rank))
+
+    for wrong in ((1,), (0, 2)):
+        check_alike(run(3, partial(work, wrong=wrong)))
+
+
+def test_a_learning_rate_that_is_refused_on_one_worker_gives_the_step_up_on_all() -> None:
+    """Some of its buckets are under way then."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, SIDCo(0.1, lr_in_residual=True, granularity="layer", warmup=None))
+        reduce(of_rank(0, rank), learning_rate=0.1)
+        with pytest.raises(
+            RuntimeError if rank else ValueError, match="rank 0 has given up" if rank else "must be 0, or"
+        ):
+            reduce(of_rank(1, rank), learning_rate=0.1 if rank else np.nan)
+        return reduce(of_rank(2, rank), learning_rate=0.1)
+
+    check_alike(run(3, work))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_gradient_that_is_not_finite_comes_out_as_nan_on_all_workers(name: str) -> None:
     def work(comm: Comm) -> dict[str, np.ndarray]:
         rank = comm.Get_rank()
         reduce = SparseAllreduce(comm, MAKERS[name]())
         reduce(of_rank(0, rank))
-        saved = reduce.state_dict()
-        if rank == 0:
-            reduce(of_rank(1, rank))
-        elif before:
-            stopped(reduce, 1, rank, "end_step")
-        else:
-            end = reduce.pipeline.end_step
-
-            def end_interrupted() -> None:
-                end()
-                interrupted()
-
-            reduce.pipeline.end_step = end_interrupted  # type: ignore[method-assign]
-            with pytest.raises(Interruption):
-                reduce(of_rank(1, rank))
-            reduce.pipeline.end_step = end  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match=r"must have returned on all workers, but has raised on \[1\] alone"):
-            reduce(of_rank(2, rank))
-        reduce.load_state_dict(saved)
-        return reduce(of_rank(3, rank))
-
-    check_alike(run(2, work))
-
-
-@pytest.mark.parametrize(
-    ("stops", "names"),
-    [
-        ({1: "arrive"}, [*MAKERS]),
-        ({1: "begin"}, [*MAKERS]),
-        ({1: "complete"}, ["union"]),
-        ({1: "advance"}, ["union"]),
-        # Some of their collectives were started on one worker alone.
-        ({0: "begin", 1: "complete", 2: "begin"}, [*MAKERS]),
-    ],
-)
-def test_no_worker_waits_for_those_that_have_raised_within_a_step(stops: dict[int, str], names: list[str]) -> None:
-    """In exchanges of one round all collectives are under way before the first result is used, so the others get theirs."""
-
-    def work(comm: Comm, name: str) -> dict[str, np.ndarray]:
-        rank = comm.Get_rank()
-        reduce = SparseAllreduce(comm, MAKERS[name]())
-        reduce(of_rank(0, rank))
-        if rank in stops:
-            stopped(reduce, 1, rank, stops[rank])
-        else:
-            with pytest.raises(RuntimeError, match=f"rank {rank}: another worker has raised within this step"):
-                reduce(of_rank(1, rank))
+        given = of_rank(1, rank)
+        if rank == 1:
+            given["kernel"][3] = np.nan
+        reduced = reduce(given)
+        assert np.isnan(reduced["kernel"]).all() and np.isfinite(reduced["bias"]).all() and reduce.steps == 1
         return reduce(of_rank(2, rank))
 
-    for name in names:
-        check_alike(run(3, partial(work, name=name)))
+    with pytest.warns(UserWarning, match="the gradient of 'kernel' on rank 1 holds NaN or infinity"):
+        check_alike(run(3, work))
+
+
+@pytest.mark.parametrize("go_on", ["load_state_dict", "reset"])
+def test_after_an_exception_within_an_exchange_a_worker_refuses_to_go_on(
+    go_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has another state: nobody knows what the others have."""
+    reduce, other = (SparseAllreduce(None, MiCRO(0.1, warmup=None)) for _ in range(2))
+    for one in (reduce, other):
+        one(local(0))
+    saved = reduce.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "advance", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            reduce(local(1))
+    assert reduce.pipeline.is_broken
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"an exchange has ended by an exception before.*compression\.reset\(\)"):
+            reduce(local(1))
+    for one in (reduce, other):
+        one.load_state_dict(saved) if go_on == "load_state_dict" else one.reset()
+    check_alike([reduce(local(2)), other(local(2))])
+
+
+def test_collectives_of_a_communicator() -> None:
+    """Matched by their order, also where a worker has nothing to send. Values are told whatever their lengths are."""
+
+    def work(comm: Comm) -> Any:
+        communicator, rank = Communicator(comm), comm.Get_rank()
+        assert (communicator.world, communicator.position, communicator.rank) == (3, rank, rank)
+        gathered = communicator.start(Collective("allgather", np.full((2, 2), rank, np.int32)))
+        summed = communicator.start(Collective("allreduce", np.arange(4.0)[::2] + rank))
+        nothing = communicator.start(Collective("allgather", np.zeros((0, 2), np.int32)))
+        everyone = communicator.everyone({"rank": rank, "text": "ä" * 10**rank})
+        assert nothing().shape == (0, 2)
+        return summed().tolist(), gathered()[:, 0].tolist(), [(one["rank"], len(one["text"])) for one in everyone]
+
+    assert run(3, work) == 3 * [([3.0, 9.0], [0, 0, 1, 1, 2, 2], [(0, 1), (1, 10), (2, 100)])]
+    alone = Communicator(None)
+    assert (alone.world, alone.position, alone.rank, alone.everyone([1])) == (1, 0, 0, [[1]])
 
 
 def check_alike(outcomes: list[Any]) -> None:

@@ -81,7 +81,9 @@ class Workers:
 
     def gradients(self, number: int, rank: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((number, rank))
-        given = {name: rng.laplace(size=shape).astype(self.case.dtype) for name, shape in {**SHAPES, DENSE: 5}.items()}
+        given = {
+            name: rng.laplace(size=shape).astype(self.case.dtype) for name, shape in {**SHAPES, DENSE: (5,)}.items()
+        }
         return {name: gradient * gradient.dtype.type(self.case.scale) for name, gradient in given.items()}
 
     def arrive(self, number: int, rate: float | None, bad: Mapping[int, str] | None = None) -> list[Any]:
@@ -160,7 +162,8 @@ def test_a_gradient_that_is_not_finite(backend: Backend, name: str, bad: dict[in
     for result in results:
         for one, parts in result.items():
             if one == DENSE:
-                ((_, values),) = parts or ()
+                assert parts is not None
+                ((_, values),) = parts
                 assert np.isnan(values[3]) == (one in lost) and np.isfinite(np.delete(values, 3)).all()
             else:
                 assert (parts is None) == (one in lost), one

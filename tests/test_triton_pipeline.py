@@ -52,8 +52,13 @@ def test_laws(row: Row) -> None:
     laws.test_without_residual_a_step_that_failed_leaves_nothing(TRITON, row, None)
 
 
-def test_what_a_parameter_has_kept_is_dropped() -> None:
-    test_pipeline.test_what_a_parameter_has_kept_is_dropped(TRITON)
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_what_a_parameter_has_kept_waits_while_it_has_no_gradient(momentum: float | None) -> None:
+    test_pipeline.test_what_a_parameter_has_kept_waits_while_it_has_no_gradient(TRITON, momentum)
+
+
+def test_who_gives_a_step_up_is_named_and_all_go_on() -> None:
+    test_pipeline.test_who_gives_a_step_up_is_named_and_all_go_on(TRITON)
 
 
 @pytest.mark.full

@@ -50,10 +50,7 @@ ROWS = [(row, settings) for row in COMPRESSORS for settings in settings_of(row)]
 
 
 def outcome(reduce: Any, given: dict[str, np.ndarray], rate: float) -> Any:
-    try:
-        return {name: one.tobytes() for name, one in reduce(given, learning_rate=rate).items()}
-    except FloatingPointError:
-        return "failed"
+    return {name: one.tobytes() for name, one in reduce(given, learning_rate=rate).items()}
 
 
 def plain(value: Any) -> Any:
@@ -81,14 +78,16 @@ def check_alike(compressor: Compressor, dtype: Any = np.float32, *, average: boo
     return outcomes
 
 
-@pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* more entries")
+@pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* (more entries|the gradient of)")
 @pytest.mark.parametrize(("row", "settings"), ROWS, ids=str)
 def test_all_workers_in_one_process_do_what_they_do_apart(row: Row, settings: dict[str, Any]) -> None:
     """The first steps are dense, then ratios come down, and one step fails."""
     outcomes = check_alike(row.make(0.1, warmup=2.0, **settings))
-    assert [one == "failed" for one in outcomes] == [step == 4 for step in range(9)]
+    bad = [bool(np.isnan(np.frombuffer(one["kernel"], np.float32)).all()) for one in outcomes]
+    assert bad == [step == 4 for step in range(9)]
 
 
+@pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* the gradient of")
 @pytest.mark.parametrize("exchange", [None, *EXCHANGES], ids=repr)
 def test_other_types_units_and_sums(exchange: Exchange | None) -> None:
     chosen: Any = {"exchange": exchange, "granularity": "layer", "min_numel": 0, "warmup": None}
@@ -97,8 +96,12 @@ def test_other_types_units_and_sums(exchange: Exchange | None) -> None:
 
 def test_the_worker_with_the_bad_gradient_is_named() -> None:
     workers = VirtualWorkers(WORLD, TopK(0.1, warmup=None))
-    with pytest.raises(FloatingPointError, match="rank 2: the gradient of parameter 'kernel' holds NaN"):
+    with pytest.warns(UserWarning, match="rank 2: the gradient of 'kernel' on rank 2 holds NaN") as caught:
+        reduced = workers(gradients(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         workers(gradients(4))
+    assert len(caught) == 1 and np.isnan(reduced["kernel"]).all() and workers.stats().steps == 0
 
 
 def test_an_error_within_a_step_gives_it_up_on_all_workers() -> None:

@@ -24,8 +24,6 @@ class _Workers:
         self.changed = threading.Condition()
         self.posts: dict[tuple[Hashable, int], list[tuple[str, Any]]] = defaultdict(list)
         self.blocked = 0
-        self.told: set[tuple[Hashable, int]] = set()
-        """The workers that were sent something, by communicator."""
         self.asked = 0
 
     def post(self, lane: Hashable, rank: int, kind: str, message: Any) -> int:
@@ -85,14 +83,6 @@ class Comm:
     def Get_rank(self) -> int:
         return self._rank
 
-    def Dup(self) -> Comm:
-        number = self._workers.post(self._lane, self._rank, "dup", None)
-        self._workers.wait(self._lane, number)
-        return Comm(self._workers, self._rank, (self._lane, number))
-
-    def allgather(self, value: Any) -> list[Any]:
-        return self._workers.wait(self._lane, self._workers.post(self._lane, self._rank, "allgather", value))
-
     def _begin(self, kind: str, message: Any, result: Any, come_together: Callable[[list[Any]], Any]) -> _Request:
         number = self._workers.post(self._lane, self._rank, kind, message.copy())
 
@@ -107,13 +97,6 @@ class Comm:
             return False
 
         return _Request(has_come)
-
-    def Isend(self, message: Any, to: int) -> _Request:
-        self._workers.told.add((self._lane, to))
-        return _Request(lambda: True)
-
-    def Iprobe(self) -> bool:
-        return (self._lane, self._rank) in self._workers.told
 
     def Iallgather(self, message: Any, result: Any) -> _Request:
         return self._begin("allgather", message, result, np.concatenate)

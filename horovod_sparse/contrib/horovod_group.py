@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.exchange import Collectives
 from horovod_sparse.torch.group import Group
 
-_under_way: Counter[tuple[int, ...]] = Counter()
-"""How many collectives of a process set are under way. Those of all its groups are numbered together."""
+_under_way: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+"""The numbers of the collectives of a process set that are under way. Those of all its groups are numbered together."""
 
 
 class HorovodGroup(Group):
@@ -30,14 +31,17 @@ class HorovodGroup(Group):
         self.world, self.position, self.rank = process_set.size(), process_set.rank(), mpi_ops.rank()
 
     def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
-        wait = self._collectives.start(collective, f"{collective.kind}.{_under_way[self._key]}", bucket)
-        _under_way[self._key] += 1
+        under_way = _under_way[self._key]
+        # The lowest one that is free, so that names come again and Horovod knows them.
+        number = next(one for one in itertools.count() if one not in under_way)
+        wait = self._collectives.start(collective, f"{collective.kind}.{number}", bucket)
+        under_way.add(number)
 
         def result() -> Tensor:
             try:
                 received: Tensor = wait()
             finally:
-                _under_way[self._key] -= 1
+                under_way.discard(number)
             return received
 
         return result

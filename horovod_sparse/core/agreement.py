@@ -6,9 +6,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.state import step_of
 from horovod_sparse.core.transport import Transport
 
 Description = Mapping[str, str | list[str]]
@@ -37,17 +39,18 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
             )
 
 
-def agree_on_states(check: Callable[[], None], step: int, transport: Transport) -> None:
+def agree_on_states(check: Callable[[], None], state: Mapping[str, Any], transport: Transport) -> None:
     """Raise ValueError on every rank if `check` raises it for the state that some rank has loaded, or if steps differ. Blocks.
 
-    `step` is the number of the step that comes next: ranks in different steps would send messages of different sizes.
+    Ranks in different steps would send messages of different sizes.
     """
-    problem = ""
+    problem = step = ""
     try:
         check()
+        step = str(step_of(state))
     except ValueError as error:
         problem = str(error)
-    mine = {"problem": problem, "step": str(step)}
+    mine = {"problem": problem, "step": step}
     compare(mine, transport.everyone(mine), transport.rank)
     if problem:
         raise ValueError(f"rank {transport.rank}: the state that was loaded does not fit: {problem}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,11 +224,19 @@ class Pipeline:
         self.is_broken = True
         while under_way:
             # Every bucket's next collective is started before the first of them is waited for.
-            following = []
-            for bucket, result in under_way:
-                collective = self.advance(bucket, result())
-                if collective is not None:
-                    following.append((bucket, start(bucket, collective)))
+            left, following = deque(under_way), []
+            try:
+                while left:
+                    bucket, wait = left.popleft()
+                    collective = self.advance(bucket, wait())
+                    if collective is not None:
+                        following.append((bucket, start(bucket, collective)))
+            except Exception:
+                # All ranks have started these. What has not ended could not be started again.
+                for _, wait in left:
+                    with suppress(Exception):
+                        wait()
+                raise
             under_way = following
         self.is_broken = False
 

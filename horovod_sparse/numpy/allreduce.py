@@ -15,7 +15,7 @@ from horovod_sparse.core.agreement import RELEASE, agree_on_states, compare
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
-from horovod_sparse.core.state import check_state, empty_state, kept_shapes, step_of
+from horovod_sparse.core.state import check_state, empty_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -130,7 +130,7 @@ class SparseAllreduce:
             if state is not None:
                 check_state(state, compressor, *kept_shapes(shapes, compressor))
 
-        agree_on_states(check, step_of(state or empty_state()), transport)
+        agree_on_states(check, empty_state() if state is None else state, transport)
         pipeline = self._new_pipeline()
         add_buckets(pipeline, gradients)
         self.pipeline, self._shapes = pipeline, shapes_of(gradients)

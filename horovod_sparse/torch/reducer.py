@@ -216,9 +216,11 @@ class Reducer(TensorReducer):
     def _fail_together(self, pipeline: Pipeline) -> None:
         """Wait for the sparse gradients, too. If one is not finite, the step fails."""
         for parameter, wait in self._step.sparse.items():
+            mine: Any = parameter.grad if self._is_new(parameter) else None
             reduced: Any = wait()
             if not pipeline.ops.all_finite(reduced._values()):
-                pipeline.fail([self._routes.names[parameter]])
+                is_mine = mine is not None and not pipeline.ops.all_finite(mine._values())
+                pipeline.fail([self._routes.names[parameter]] if is_mine else ())
             parameter.grad = reduced
 
     def _complete(self) -> None:

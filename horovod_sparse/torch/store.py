@@ -15,7 +15,7 @@ from horovod_sparse.core.agreement import advice, agree_on_states
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
-from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes, step_of
+from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -60,6 +60,8 @@ class TensorReducer(Store):
         self.compressor = compressor
         self._routes = Routes()
         self._step = Step()
+        self._order: list[str] = []
+        """Names of the buckets, in the order in which their exchanges began in the last step: the same on all ranks."""
 
     # --- what is left to others ---
 
@@ -133,6 +135,7 @@ class TensorReducer(Store):
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
         pipeline.complete(under_way, self._start)
+        self._order = [*step.exchanges]
         self._fail_together(pipeline)
         pipeline.end_step(self._write, self._transport.everyone)
 
@@ -143,9 +146,11 @@ class TensorReducer(Store):
         """Give up the step that has begun. Tell the other ranks, which wait for this one's part of it, and wait for theirs."""
         step, pipeline = self._step, self.pipeline
         if pipeline is not None and step.begun and not pipeline.is_broken:
-            for bucket in pipeline.all_buckets:
-                if bucket.name not in step.exchanges:
-                    step.exchanges[bucket.name] = self._start(bucket, pipeline.spoil(bucket).begin())
+            buckets = {bucket.name: bucket for bucket in pipeline.all_buckets}
+            # A process group matches collectives by their order.
+            for name in dict.fromkeys([*self._order, *buckets]):
+                if name not in step.exchanges:
+                    step.exchanges[name] = self._start(buckets[name], pipeline.spoil(buckets[name]).begin())
             under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
             pipeline.complete(under_way, self._start)
             pipeline.end_step(lambda *_: None, self._transport.everyone)
@@ -182,7 +187,7 @@ class TensorReducer(Store):
         """Make buckets for new parameters, and load the state that was deferred if it fits on all ranks. Blocks."""
         pipeline, compressor, state = self.pipeline, self.compressor, self.deferred or empty_state()
         transport, no_bucket = self._transport, () if self._sparse_as_dense else sparse
-        agree_on_states(lambda: self._check(state, new, no_bucket), step_of(state), transport)
+        agree_on_states(lambda: self._check(state, new, no_bucket), state, transport)
         if pipeline is None:
             pipeline = Pipeline(
                 tensor_ops(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import horovod.torch as hvd
@@ -12,7 +13,9 @@ import torch
 from stairs import Halving
 
 import horovod_sparse
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch import TopK, reducer
+from horovod_sparse.torch.exchange import Collectives
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, raised, small_model, train, wrap
 from .scenario import EVERYWHERE, PAIR, scenario, warned
@@ -66,6 +69,27 @@ def a_state_of_another_step_on_one_rank_raises_on_all(make: MakeCompression, beh
         torch.testing.assert_close(one, other, rtol=0.0, atol=0.0 if hvd.size() == 2 else 1e-3)
     assert_identical(model)
     assert compression.stats().last.total.ratio < 1.0
+
+
+@scenario(*EVERYWHERE)
+def a_damaged_message_raises_on_all() -> None:
+    """Wherever it comes from. Training goes on when all ranks begin anew."""
+    model, compression = small_model(), TopK(0.02, granularity=BUCKET_BYTES, warmup=None)
+    optimizer = wrap(model, compression)
+    train(model, optimizer, range(2))
+    start = Collectives.start
+
+    def damaged(self: Collectives, collective: Collective, name: str = "", bucket: Any = None) -> Any:
+        if hvd.rank() == 1:
+            collective = collective._replace(message=torch.full_like(collective.message, 2**30))
+        return start(self, collective, name, bucket)
+
+    with patch.object(Collectives, "start", damaged):
+        message = raised(RuntimeError, lambda: train(model, optimizer, [2]))
+    assert f"rank {hvd.rank()}: the message of worker 1 for bucket" in message and "is damaged" in message, message
+    compression.reset()
+    train(model, optimizer, range(3, 5))
+    assert_identical(model)
 
 
 @scenario(*PAIR)

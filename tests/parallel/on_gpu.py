@@ -27,10 +27,6 @@ _EXAMPLES = str(TESTS.parent / "examples") + os.sep
 _LEFT_OUT = (
     # A GPU does not fit the stages before the last (docs/launching.md), so SIDCo sends other entries there than with NumPy.
     "the_hook_does_as_numpy_does[SIDCo",
-    # DDP over NCCL itself refuses sparse gradients that are not coalesced.
-    "updates_in_place_of_gradients[sparse]",
-    # Nobody notices that `gradient.data` is scaled where the few entries that are compared are zero (torch/unchanged.py).
-    "detached_error_feedback[ends, scaling by hand]",
 )
 _MAKERS = {
     torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.randint, torch.arange,

@@ -44,8 +44,10 @@ def train_in_passes(model: Any, optimizer: Any, passes: int) -> None:
     for step in range(4):
         optimizer.zero_grad()
         for left in reversed(range(passes)):
-            # FSDP averages in every pass.
-            with model.no_sync() if left and isinstance(model, DistributedDataParallel) else nullcontext():
+            is_ddp = isinstance(model, DistributedDataParallel)
+            if not is_ddp:
+                model.set_requires_gradient_sync(not left)
+            with model.no_sync() if left and is_ddp else nullcontext():
                 (loss_of(model, step) / passes).backward()
         optimizer.step()
 

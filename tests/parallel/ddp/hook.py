@@ -186,10 +186,10 @@ def passes_without_synchronisation_are_one_step(step: Any) -> None:
     *TORCHRUN, cases={"none": (True, {}), "zeros": (False, {}), "views": (False, {"gradient_as_bucket_view": True})}
 )
 def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments: dict[str, Any]) -> None:
-    """In every third step nobody uses the second parameter, and in others only rank 0 does."""
+    """In every third step nobody uses the second parameter, and in others only rank 0 does. What waits of it is set aside."""
     compression = TopK(0.02, granularity=16_000, warmup=None)
     model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True, **arguments)
-    total, came = {name: np.zeros(shape) for name, shape in COMPRESSED.items()}, 0
+    total = {name: np.zeros(shape) for name, shape in COMPRESSED.items()}
     for step in range(7):
 
         def local(rank: int, step: int = step) -> dict[str, np.ndarray]:
@@ -202,10 +202,10 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
         model.zero_grad(set_to_none=set_to_none)
         model(local(hvd.rank())).backward()
         for name in COMPRESSED:
-            reduced = getattr(model.module, name).grad.numpy()
-            total[name] -= reduced.astype(np.float64) * hvd.size()
-            came += int(np.count_nonzero(reduced)) if name == "second" and step % 3 == 2 else 0
-    assert came > 0
+            gradient = getattr(model.module, name).grad
+            assert (gradient is not None and bool(gradient.any())) == (name != "second" or step % 3 != 2)
+            if gradient is not None:
+                total[name] -= gradient.numpy().astype(np.float64) * hvd.size()
     residuals = everyone({name: one.double().numpy() for name, one in compression.state_dict()["residuals"].items()})
     for name in COMPRESSED:
         np.testing.assert_array_equal(sum(one[name] for one in residuals), total[name], err_msg=name)
@@ -311,7 +311,7 @@ def not_finite_is_nan_on_all_ranks_and_training_goes_on(named: bool) -> None:
         fails = step % 4 == 2
         network.overflows = fails and hvd.rank() == 1
         optimizer.zero_grad()
-        before, steps = compression.state_dict(), compression.steps
+        before, steps = compression.state_dict() if step else {}, compression.steps if step else 0
         texts += warned(loss_of(model, step).backward)
         norm = nn.utils.get_total_norm([one.grad for one in model.parameters()])
         assert bool(norm.isfinite()) == (not fails)
@@ -338,7 +338,8 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
     def stop(_: torch.Tensor) -> None:
         raise KeyError("stopped")
 
-    network, culprit = small_model(), hvd.size() - 1
+    network: Any = small_model()
+    culprit = hvd.size() - 1
     compression = make(granularity=BUCKET_BYTES)
     model = wrap(network, compression)
     train(model, sgd(model), range(3))

@@ -1,4 +1,4 @@
-"""Scenarios: models that `fully_shard` has sharded, whose replicas exchange gradients or updates."""
+"""Scenarios: models that `fully_shard` has sharded, whose replicas exchange gradients at the end of backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, joined, register
+from horovod_sparse.torch import Clip, LocalUpdates, MiCRO, NoOp, SIDCo, TopK, joined, register
+from horovod_sparse.torch.parameters import local_part
 
 from ..common import (
     BUCKET_BYTES,
@@ -38,7 +39,7 @@ from ..common import (
     train,
     whole_numbers,
 )
-from ..scenario import TORCHRUN_2, TORCHRUN_4, TORCHRUN_6, scenario
+from ..scenario import TORCHRUN_2, TORCHRUN_4, TORCHRUN_6, scenario, warned
 from .common import Exact, adamw, sgd, train_in_passes
 
 SHAPES: dict[str, tuple[int, ...]] = {"first": (41, 50), "second": (3001,), "third": (20, 5, 9)}
@@ -61,11 +62,10 @@ def shard(model: nn.Module, mesh: Any, **arguments: Any) -> Any:
 
 
 def wrapped(model: nn.Module, make: Callable[[Any], Any], compression: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Shard a model, and let a compression reduce what its optimizer steps with."""
+    """Shard a model, and let a compression reduce its gradients. Return the model and its optimizer."""
     sharded = shard(model, mesh["shard"])
-    optimizer = make(sharded)
-    register(sharded, compression, optimizer, replicate=mesh["replicate"])
-    return sharded, optimizer
+    register(sharded, compression, replicate=mesh["replicate"])
+    return sharded, make(sharded)
 
 
 def here(model: Any) -> list[Tensor]:
@@ -89,6 +89,12 @@ def replica(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("replicate")
 
 
+def part(array: np.ndarray, mesh: DeviceMesh) -> np.ndarray:
+    """What this rank holds of an array."""
+    chunks = torch.chunk(torch.from_numpy(array), mesh["shard"].size())
+    return np.ascontiguousarray(chunks[mesh.get_local_rank("shard")].numpy())
+
+
 # --- what is exchanged ---
 
 
@@ -99,15 +105,11 @@ def shards_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
     Means of whole numbers over two replicas are exact, and so is all that is sent and kept.
     """
     mesh = mesh_of(hvd.size() // 2)
-    place, shards = mesh.get_local_rank("shard"), mesh["shard"].size()
     settings: dict[str, Any] = {"granularity": 16_000}
     compression = make(**settings)
     model, optimizer = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh)
 
-    def part(array: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(torch.chunk(torch.from_numpy(array), shards)[place].numpy())
-
-    parts = {name: part(np.zeros(shape)).shape for name, shape in SHAPES.items()}
+    parts = {name: part(np.zeros(shape), mesh).shape for name, shape in SHAPES.items()}
     oracle = Oracle(make(**settings), parts, mesh["replicate"].size())
     tolerance = 0.0 if mesh["replicate"].size() == 2 else 1e-6
     for step in range(6):
@@ -117,8 +119,7 @@ def shards_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
         ]
         optimizer.zero_grad()
         model(given[replica(mesh)]).backward()
-        optimizer.synchronize()
-        expected = oracle.reduce([{name: part(array) for name, array in local.items()} for local in given])
+        expected = oracle.reduce([{name: part(array, mesh) for name, array in local.items()} for local in given])
         for name, parameter in model.named_parameters():
             reduced = parameter.grad.to_local().numpy()
             np.testing.assert_allclose(reduced, expected[name], tolerance, tolerance, err_msg=f"{name}, {step}")
@@ -134,32 +135,30 @@ def assert_nothing_is_lost(
     waits: dict[str, Tensor], mesh: DeviceMesh, model: Any, optimizer: Any, compression: Any, tolerance: float
 ) -> None:
     """In five steps, replicas together send what waits on them and what they are given, less what then waits."""
-    totals: list[dict[str, Any]] = [
-        {name: torch.zeros_like(one) for name, one in model.named_parameters()} for _ in range(2)
-    ]
-    sent, given = totals
+    sent, given = (
+        {name: torch.zeros_like(one, dtype=torch.float64) for name, one in zip(SHAPES, here(model), strict=True)}
+        for _ in range(2)
+    )
     for step in range(5):
         optimizer.zero_grad()
         local = {name: whole_numbers(shape, step=step, rank=replica(mesh)) for name, shape in SHAPES.items()}
         model(local).backward()
         for name, parameter in model.named_parameters():
-            given[name] += parameter.grad
-        optimizer.synchronize()
-        for name, parameter in model.named_parameters():
-            sent[name] += parameter.grad
+            given[name] += torch.from_numpy(part(local[name], mesh))
+            sent[name] += parameter.grad.to_local()
         optimizer.step()
     residuals = compression.state_dict()["residuals"]
     replicas = mesh["replicate"]
     for name in SHAPES:
-        mine = (waits[name] + given[name].to_local() - residuals[name]).double().contiguous()
+        mine = (waits[name] + given[name] - residuals[name]).contiguous()
         dist.all_reduce(mine, group=replicas.get_group())
         mean = mine / replicas.size()
-        torch.testing.assert_close(mean, sent[name].to_local().double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(mean, sent[name], rtol=tolerance, atol=tolerance)
 
 
 @scenario(TORCHRUN_4)
 def passes_are_one_step() -> None:
-    """FSDP averages in every pass. One exchange takes the sum."""
+    """What FSDP does not average yet is not exchanged."""
     results = []
     for passes in (1, 2):
         model, optimizer, compression = made(sgd, mesh_of(2))
@@ -227,7 +226,7 @@ def ratio_one_is_fsdp_with_replicas(arguments: dict[str, Any], change: Callable[
             optimizers.append(
                 torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov, weight_decay=1e-3)
             )
-        register(model, TopK(1.0, min_numel=0, warmup=None), optimizers[1], replicate=mesh["replicate"])
+        register(model, TopK(1.0, min_numel=0, warmup=None), replicate=mesh["replicate"])
         for one, optimizer in zip(models, optimizers, strict=True):
             train(one, optimizer, range(8))
         found = whole(model)
@@ -241,7 +240,7 @@ _MAKES: dict[str, Callable[[], Any]] = {
     "plain line": lambda: SIDCo(0.05, granularity=BUCKET_BYTES),
     "TopK": lambda: TopK(0.02, warmup=None, granularity=BUCKET_BYTES),
     "MiCRO": lambda: MiCRO(0.05, granularity=BUCKET_BYTES),
-    "not detached": lambda: TopK(0.02, warmup=None, detached=0),
+    "clipped": lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None, granularity=BUCKET_BYTES),
 }
 
 
@@ -287,9 +286,29 @@ def activation_checkpointing_and_compiled_layers() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@scenario(TORCHRUN_2)
+def parameters_move_ahead_as_those_of_ddp() -> None:
+    models = []
+    for sharded in (False, True):
+        model, compression, mesh = small_model(), TopK(0.02, warmup=None, granularity=BUCKET_BYTES), mesh_of(2)
+        called: Any = shard(model, mesh["shard"]) if sharded else nn.parallel.DistributedDataParallel(model)
+        optimizer = sgd(called)
+        register(called, compression, optimizer, **({"replicate": mesh["replicate"]} if sharded else {}))
+        for step in range(6):
+            optimizer.zero_grad()
+            before = digest(map(local_part, model.parameters()))
+            with compression.ahead(called, 0.5):
+                assert (digest(map(local_part, model.parameters())) != before) == (step > 0)
+                loss_of(called, step).backward()
+            assert digest(map(local_part, model.parameters())) == before
+            optimizer.step()
+        models.append(digest(map(local_part, model.parameters())))
+    assert models[0] == models[1]
+
+
 @scenario(TORCHRUN_4)
 def reduced_gradients_can_be_clipped() -> None:
-    """As in a process with whole gradients."""
+    """After backward, as in a process with whole gradients. The optimizer's step is its own."""
     mesh, compression = mesh_of(2), NoOp()
     model, optimizer = wrapped(small_model(), partial(sgd, momentum=0.0), compression, mesh)
     plain = small_model()
@@ -297,7 +316,6 @@ def reduced_gradients_can_be_clipped() -> None:
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        optimizer.synchronize()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         clipped = digest(one.grad.to_local() for one in model.parameters())
         optimizer.step()
@@ -314,24 +332,26 @@ def reduced_gradients_can_be_clipped() -> None:
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
     assert compression.stats().steps == 4
+    assert not hasattr(optimizer, "synchronize") and "step" not in vars(optimizer)
 
 
-@scenario(TORCHRUN_4)
-def what_was_synchronised_and_left_out_does_not_count_as_the_next_step() -> None:
+@scenario(TORCHRUN_4, cases={"none": (True,), "zeros": (False,)})
+def a_step_can_be_left_out(set_to_none: bool) -> None:
     mesh = mesh_of(2)
     model, optimizer = wrapped(small_model(), sgd, TopK(0.02, warmup=None), mesh)
-    loss_of(model, 0).backward()
-    optimizer.synchronize()
-    optimizer.zero_grad()
-    train(model, optimizer, range(1, 4))
-    assert_same_shards(model, mesh)
+    for step in range(4):
+        loss_of(model, step).backward()
+        if step % 2:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        assert_same_shards(model, mesh)
 
 
 # --- states ---
 
 
 def made(step: Callable[[Any], Any], mesh: DeviceMesh) -> tuple[Any, Any, Any]:
-    """A model, its optimizer and the compression that reduces its gradients or its updates."""
+    """A model, its optimizer and the compression that reduces its gradients."""
     compression = SIDCo(0.02, granularity=BUCKET_BYTES)
     return *wrapped(small_model(), step, compression, mesh), compression
 
@@ -418,32 +438,54 @@ def more_replicas_send_what_fewer_have_kept() -> None:
 # --- what goes wrong ---
 
 
-@scenario(TORCHRUN_4, cases={**_STEPS, "local updates": (None,)})
-def what_is_not_finite_in_one_shard_raises_on_all_ranks(step: Callable[[Any], Any] | None) -> None:
-    """The other shards exchange nothing with that. With local updates a parameter is not finite, in place of a gradient."""
-    mesh, compression, is_local = mesh_of(2), TopK(0.05, warmup=None), step is None
-    if step is None:
-        model = shard(small_model(), mesh["shard"])
-        optimizer: Any = LocalUpdates(adamw(model), model, compression, every=3, group=mesh["replicate"])
-    else:
-        model, optimizer = wrapped(small_model(), step, compression, mesh)
+@scenario(TORCHRUN_4, cases=_STEPS)
+def what_is_not_finite_in_one_shard_fails_on_all_ranks(step: Callable[[Any], Any]) -> None:
+    """The other shards exchange nothing with that. All ranks see the same norm, and leave the step out."""
+    mesh, compression = mesh_of(2), TopK(0.05, warmup=None)
+    model, optimizer = wrapped(small_model(), step, compression, mesh)
     train(model, optimizer, range(6))
-    assert_same_shards(model, mesh)
-    before = digest(here(model))
-    if is_local:
-        train(model, optimizer, range(6, 8))
-    else:
-        optimizer.zero_grad()
-        loss_of(model, 7).backward()
-    if hvd.rank() == 1:
-        first = next(model.parameters())
-        (first.detach() if is_local else first.grad).to_local()[0, 0] = float("nan")
-    lengths = compression.store.lengths.state()
-    message = raised(FloatingPointError, optimizer.synchronize if is_local else optimizer.step)
-    assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
-    assert compression.store.lengths.state() == lengths
+    before, waits, steps = digest(here(model)), compression.state_dict(), compression.steps
+    first = next(model.parameters())
+
+    def spoil(parameter: Any) -> None:
+        parameter.grad.to_local()[0, 0] = float("nan")
+
+    optimizer.zero_grad()
+    loss = loss_of(model, 7)
+    hook = first.register_post_accumulate_grad_hook(spoil if hvd.rank() == 1 else lambda _: None)
+    (text,) = warned(loss.backward)
+    hook.remove()
+    assert ("'0.weight' on rank 1 holds NaN" in text) == (hvd.rank() % 2 == 1), text
+    norm: Any = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
+    assert not norm.full_tensor().isfinite()
+    assert bool(first.grad.to_local().isnan().all()) == (hvd.rank() % 2 == 1)
+    optimizer.zero_grad()
+    now = compression.state_dict()
+    assert now["adaptive"] == waits["adaptive"] and compression.steps == steps
+    for name, residual in waits["residuals"].items():
+        torch.testing.assert_close(now["residuals"][name], residual, rtol=1e-5, atol=1e-6)
     assert digest(here(model)) == before
     train(model, optimizer, range(8, 11))
+    assert_same_shards(model, mesh)
+
+
+@scenario(TORCHRUN_4)
+def local_updates_that_are_not_finite_in_one_shard_raise_on_all_ranks() -> None:
+    mesh, compression = mesh_of(2), TopK(0.05, warmup=None)
+    model = shard(small_model(), mesh["shard"])
+    local = LocalUpdates(adamw(model), model, compression, every=3, group=mesh["replicate"])
+    train(model, local, range(6))
+    assert_same_shards(model, mesh)
+    before = digest(here(model))
+    train(model, local, range(6, 8))
+    if hvd.rank() == 1:
+        next(model.parameters()).detach().to_local()[0, 0] = float("nan")
+    store: Any = compression.store
+    lengths = store.lengths.state()
+    raised(FloatingPointError, local.synchronize)
+    assert store.lengths.state() == lengths
+    assert digest(here(model)) == before
+    train(model, local, range(8, 11))
     assert_same_shards(model, mesh)
 
 
@@ -488,9 +530,11 @@ def what_does_not_fit_is_refused_by_name() -> None:
     refuse(ValueError, good, "different shards of one", replicate=mesh["shard"])
     refuse(ValueError, good, "mesh of one dimension", replicate=mesh)
     refuse(TypeError, good, "mesh of one dimension, or a process group", replicate=None)
+    compression = TopK(0.05, lr_in_residual=True)
     refuse(ValueError, good, "optimizer must be given", optimizer=None)
     some = torch.optim.SGD(good[0].parameters(), lr=0.1)
     refuse(ValueError, good, "optimizer must have all parameters", optimizer=some)
+    compression = TopK(0.05)
     ignored = small_model()
     fully_shard(ignored, mesh=mesh["shard"], ignored_params={*ignored[0].parameters()})
     refuse(ValueError, ignored, "must be sharded, but is whole")
@@ -500,65 +544,62 @@ def what_does_not_fit_is_refused_by_name() -> None:
     with_ddp = nn.parallel.DistributedDataParallel(small_model())
     message = raised(ValueError, lambda: register(with_ddp, compression, replicate=mesh["replicate"]))
     assert "replicate must be left out" in message
+    register(good, compression, replicate=mesh["replicate"])
+    compression = TopK(0.05)
+    message = raised(RuntimeError, lambda: register(good, compression, replicate=mesh["replicate"]))
+    assert "model must have no compression yet" in message
 
 
 @scenario(TORCHRUN_4)
-def a_scaler_is_refused_unless_there_is_one_replica() -> None:
-    for replicas in (2, 1):
-        scaler = torch.amp.GradScaler(DEVICE)
-        model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh_of(replicas))
-        before = digest(here(model))
-        scaler.scale(loss_of(model, 0)).backward()
-        if replicas > 1:
-            assert "GradScaler" in raised(RuntimeError, lambda step=scaler.step, one=optimizer: step(one))
-        else:
-            scaler.unscale_(optimizer)
-            optimizer.synchronize()
-            scaler.step(optimizer)
-        assert (digest(here(model)) == before) == (replicas > 1)
-
-
-@scenario(TORCHRUN_4)
-def what_is_dropped_after_synchronize_is_reduced_anew() -> None:
-    """Also on a replica that then has no gradient at all."""
-    mesh = mesh_of(2)
-    model, optimizer = wrapped(small_model(), partial(sgd, momentum=0.9), TopK(0.05, warmup=None), mesh)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.synchronize()
+def a_scaler_leaves_out_a_step_on_all_ranks() -> None:
+    """Nothing special is done. Residuals are kept without the scale."""
+    mesh, compression = mesh_of(2), TopK(0.05, warmup=None)
+    model, optimizer = wrapped(small_model(), sgd, compression, mesh)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**7)
+    compression.scale_with(scaler)
+    for step in range(6):
+        overflows, before = step in (0, 3), digest(here(model))
         optimizer.zero_grad()
-        if replica(mesh) == 0:
-            loss_of(model, step).backward()
-        optimizer.step()
+        loss = loss_of(model, step)
+        scaler.scale(loss * float("inf") if overflows and hvd.rank() == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (digest(here(model)) == before) == overflows, step
         assert_same_shards(model, mesh)
-        optimizer.zero_grad()
+    assert everyone(scaler.get_scale()) == [2.0**5] * hvd.size()
+    assert compression.steps == 4
 
 
 @scenario(TORCHRUN_4)
 def ranks_with_other_settings_raise_together() -> None:
     mesh = mesh_of(2)
-    model, optimizer = wrapped(small_model(), sgd, TopK(0.05 if hvd.rank() < 2 else 0.1, warmup=None), mesh)
-    loss_of(model, 0).backward()
-    assert "with the same compression" in raised(ValueError, optimizer.step)
+    model, _ = wrapped(small_model(), sgd, TopK(0.05 if hvd.rank() < 2 else 0.1, warmup=None), mesh)
+    assert "with the same compression" in raised(ValueError, loss_of(model, 0).backward)
 
 
 @scenario(TORCHRUN_4, cases=_STEPS)
 def layers_can_be_frozen_later_and_not_unfrozen(step: Callable[[Any], Any]) -> None:
-    mesh = mesh_of(2)
-    model, optimizer = wrapped(small_model(), step, TopK(0.05, warmup=None), mesh)
+    """What waits of them is set aside."""
+    mesh, compression = mesh_of(2), TopK(0.05, warmup=None)
+    model, optimizer = wrapped(small_model(), step, compression, mesh)
     train(model, optimizer, range(2))
-    model[0].requires_grad_(False)
-    before = digest(here(model)[:2])
-    train(model, optimizer, range(2, 5))
-    assert digest(here(model)[:2]) == before
-    assert_same_shards(model, mesh)
-    frozen = small_model()
-    frozen[0].requires_grad_(False)
-    model, optimizer = wrapped(frozen, step, TopK(0.05, warmup=None), mesh)
+    optimizer.zero_grad()
+    for frozen in (True, False, True):
+        waits = compression.state_dict()["residuals"]["0.weight"]
+        assert waits.any()
+        model[0].requires_grad_(not frozen)
+        before = digest(here(model)[:2])
+        train(model, optimizer, range(2, 5))
+        optimizer.zero_grad()
+        assert (digest(here(model)[:2]) == before) == frozen
+        assert torch.equal(compression.state_dict()["residuals"]["0.weight"], waits) == frozen
+        assert_same_shards(model, mesh)
+    frozen_first = small_model()
+    frozen_first[0].requires_grad_(False)
+    model, optimizer = wrapped(frozen_first, step, TopK(0.05, warmup=None), mesh)
     train(model, optimizer, range(2))
     model[0].requires_grad_(True)
-    loss_of(model, 2).backward()
-    assert "from the first step on, or never" in raised(ValueError, optimizer.step)
+    assert "from the first step on, or never" in raised(ValueError, loss_of(model, 2).backward)
 
 
 # --- local updates ---
