@@ -199,12 +199,8 @@ def assert_equal_everywhere(parameters: Mapping[str, Any]) -> None:
 def not_finite_in_an_embedding_makes_the_step_fail(as_dense: bool) -> None:
     """Residuals of the other parameters are as before, and their reduced gradients are there, as with dense averages."""
     torch.manual_seed(4)
-<<<<<<< HEAD
-    model: Any = torch.nn.Sequential(torch.nn.Embedding(60, 20, sparse=True), torch.nn.Linear(20, 30))
-=======
     embedding, out = torch.nn.Embedding(60, 20, sparse=True), torch.nn.Linear(20, 30)
     model = torch.nn.Sequential(embedding, out)
->>>>>>> wt-par
     compression = TopK(0.1, granularity="layer", warmup=None)
     optimizer = wrap(model, compression, momentum=0.0, sparse_as_dense=as_dense)
     words = torch.arange(8) + hvd.rank()

@@ -339,8 +339,7 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
     def stop(_: torch.Tensor) -> None:
         raise KeyError("stopped")
 
-    network: Any = small_model()
-    culprit = hvd.size() - 1
+    network, culprit = small_model(), hvd.size() - 1
     compression = make(granularity=BUCKET_BYTES)
     model = wrap(network, compression)
     train(model, sgd(model), range(3))
