@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import around
@@ -160,7 +161,7 @@ def main() -> None:
                 for seed in range(args.seeds):
                     title = f"{args.task} {row} {args.ratio:g} {rate:g} {number} {args.steps} {seed}"
                     given = (task, row, args.ratio, rate, number, args.steps, seed)
-                    results.append(log.run(title, lambda given=given: train(*given)))
+                    results.append(log.run(title, partial(train, *given)))
                 losses[row] = [one["loss"] for one in results]
                 beside = [100.0 * (mine / dense - 1.0) for mine, dense in zip(losses[row], losses[DENSE], strict=True)]
                 each = ", ".join(f"{one:+.1f}" for one in beside)

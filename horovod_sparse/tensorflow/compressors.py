@@ -53,7 +53,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
             TypeError: it is not one.
             RuntimeError: residuals have the scale already.
         """
-        if not hasattr(scaler, "dynamic_scale"):
+        if not hasattr(scaler, "initial_scale"):
             raise TypeError(f"scaler must be a keras.optimizers.LossScaleOptimizer, got {scaler!r}")
         if self.steps:
             raise RuntimeError(

@@ -229,9 +229,10 @@ class HostPipeline(Pipeline):
         self._reduced[bucket.name] = kept
 
     def _hand_out(self, name: str, names: list[str], types: list[Any]) -> list[NDArray[Any]]:
-        slots = self.bucket_of[name].slots
-        arrays = dict(zip(slots, self._reduced.pop(name), strict=True))
-        for one in slots.keys() - names:
+        bucket = self.bucket_of[name]
+        slots, arrays = bucket.slots, dict(zip(bucket.slots, self._reduced.pop(name), strict=True))
+        # What is reduced dense with momentum has a velocity even without a gradient.
+        for one in slots.keys() - names if isinstance(bucket, Bucket) or self.intake.momentum is None else ():
             # Not a number: a gradient of the bucket was not finite.
             if arrays[one].any() and not np.isnan(arrays[one]).any():
                 raise RuntimeError(

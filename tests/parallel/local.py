@@ -281,11 +281,11 @@ def a_resumed_run_keeps_what_waits(overlap: int = 0) -> None:
 
 
 def what_is_kept_is_no_drift() -> None:
-    """Between a forward pass and its step. An exchange that fails leaves no trace of it either."""
+    """Between a forward pass and its step. An exchange that fails leaves no trace of it either, but for rounding."""
     model, local = pulled(0.5)
     for step in range(EVERY):
         pull(model, local, step)
-    shared, kept, state = model.values(), waiting(local), str(local.state_dict())
+    shared, kept, adaptive = model.values(), waiting(local), local.compression.state_dict()["adaptive"]
     for fails in (True, False):
         model(shared)
         assert not same(model.values(), shared)
@@ -293,7 +293,9 @@ def what_is_kept_is_no_drift() -> None:
             with torch.no_grad():
                 model.first[3, 4] += float("nan") if hvd.rank() == 1 else 0.0
             raised(FloatingPointError, local.synchronize)
-            assert same(model.values(), shared) and str(local.state_dict()) == state
+            assert same(model.values(), shared) and local.compression.state_dict()["adaptive"] == adaptive
+            before, kept = kept, waiting(local)
+            torch.testing.assert_close(kept, before, rtol=1e-6, atol=1e-8)
     local.synchronize()
     nothing = {name: torch.zeros_like(one) for name, one in shared.items()}
     nothing_is_lost(nothing, kept, waiting(local), {name: shared[name] - one for name, one in model.values().items()})
@@ -433,7 +435,7 @@ def wrong_settings_are_refused() -> None:
         ({"outer_lr": float("inf")}, "outer_lr must be 'auto' or a finite number > 0, got inf"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
-        ({"overlap": 6}, "overlap must be in [0, every=5], got 6"),
+        ({"overlap": 2}, "overlap must be in [0, every=1], got 2"),
         ({"overlap": 1, "compression": sparse.TopK(0.1, exchange=sparse.Union())}, "overlap must be 0 with Union"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
         ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum=None"),
