@@ -25,10 +25,10 @@ class Ahead:
 
     @contextmanager
     def block(self, parameters: Mapping[str, Tensor], coefficient: float, waiting: Waiting) -> Iterator[None]:
-        """A block in which the parameters are moved. When it ends, they are what they were, bit by bit.
+        """A block in which parameters for which something waits are moved. When it ends, these are what they were, bit by bit.
 
         Raises:
-            RuntimeError: something else has written to the parameters within the block; they are what they were before it.
+            RuntimeError: something else has written to one of these within the block; they are what they were before it.
         """
         versions: dict[Tensor, int] = {}
         try:

@@ -61,8 +61,8 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
             optimizer.step()
 
         e is this rank's residual, eta the learning rate: 1 with `lr_in_residual`, else the optimizer's, which
-        `hvd.DistributedOptimizer` knows and `register` is given (https://arxiv.org/abs/2004.05298). The parameters are back
-        when the block ends, whatever happens in it. It takes the memory of a copy of the parameters.
+        `hvd.DistributedOptimizer` knows and `register` is given (https://arxiv.org/abs/2004.05298). What was moved is back when
+        the block ends, whatever happens in it. It takes the memory of a copy of the parameters.
 
         Args:
             model: whose parameters move; the one in `DistributedDataParallel` will do.
@@ -70,7 +70,7 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
 
         Raises:
             ValueError: the coefficient is not in its range, or nothing tells the learning rate.
-            RuntimeError: parameters were written to within the block; they are what they were before it.
+            RuntimeError: a parameter that was moved was written to within the block; it is what it was before.
         """
         check_number("coefficient", coefficient, "in [0, 1]", lambda c: 0.0 <= c <= 1.0)
         store: Any = self._store

@@ -199,7 +199,8 @@ def assert_equal_everywhere(parameters: Mapping[str, Any]) -> None:
 def not_finite_in_an_embedding_makes_the_step_fail(as_dense: bool) -> None:
     """Residuals of the other parameters are as before, and their reduced gradients are there, as with dense averages."""
     torch.manual_seed(4)
-    model: Any = torch.nn.Sequential(torch.nn.Embedding(60, 20, sparse=True), torch.nn.Linear(20, 30))
+    embedding, out = torch.nn.Embedding(60, 20, sparse=True), torch.nn.Linear(20, 30)
+    model = torch.nn.Sequential(embedding, out)
     compression = TopK(0.1, granularity="layer", warmup=None)
     optimizer = wrap(model, compression, momentum=0.0, sparse_as_dense=as_dense)
     words = torch.arange(8) + hvd.rank()
@@ -209,12 +210,12 @@ def not_finite_in_an_embedding_makes_the_step_fail(as_dense: bool) -> None:
         before = compression.state_dict()["residuals"]
         if step == 2:
             # Only the embedding's gradient overflows.
-            vectors = model[0](words)
+            vectors = embedding(words)
             loss = loss + (vectors * (float("inf") if hvd.rank() == 1 else 0.0)).sum()
         loss.backward()
         texts = warned(optimizer.synchronize)
-        gradient = model[0].weight.grad.to_dense()
-        assert bool(gradient.isfinite().all()) == (step != 2) and bool(model[1].weight.grad.isfinite().all())
+        gradient = embedding.weight.grad.to_dense()
+        assert bool(gradient.isfinite().all()) == (step != 2) and bool(out.weight.grad.isfinite().all())
         if step == 2:
             assert "'0.weight' on rank 1 holds NaN" in texts[0], texts
             for name, residual in compression.state_dict()["residuals"].items():

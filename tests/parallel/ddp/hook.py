@@ -318,7 +318,8 @@ def not_finite_is_nan_on_all_ranks_and_training_goes_on(named: bool) -> None:
         if not fails:
             optimizer.step()
             continue
-        assert bool(network[0].weight.grad.isnan().all()) and bool(network[6].weight.grad.isfinite().all())
+        first, last = (network.get_parameter(name).grad for name in ("0.weight", "6.weight"))
+        assert bool(first.isnan().all()) and bool(last.isfinite().all())
         now = compression.state_dict()
         assert now["adaptive"] == before["adaptive"] and compression.steps == steps
         for name, residual in before["residuals"].items():
@@ -338,8 +339,7 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
     def stop(_: torch.Tensor) -> None:
         raise KeyError("stopped")
 
-    network: Any = small_model()
-    culprit = hvd.size() - 1
+    network, culprit = small_model(), hvd.size() - 1
     compression = make(granularity=BUCKET_BYTES)
     model = wrap(network, compression)
     train(model, sgd(model), range(3))
@@ -347,7 +347,7 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
     loss = loss_of(model, 3)
     if hvd.rank() == culprit:
         # The first layer's gradient comes last: other buckets are on their way.
-        with network[0].weight.register_hook(stop):
+        with network.get_parameter("0.weight").register_hook(stop):
             raised(KeyError, loss.backward)
         compression.state_dict()
     else:
