@@ -19,8 +19,8 @@ pytestmark = pytest.mark.parallel
 
 LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
-FEW, ALL = 3, 6
-"""Numbers of steps, or of epochs. All scripts save in every third step, or in every epoch."""
+FEW, ALL = 39, 60
+"""Numbers of steps, or of epochs: in the first ones everything is sent. All scripts save in every third step or epoch."""
 
 _ENDING = "\ndel model, optimizer"
 _PROBE = """
