@@ -123,3 +123,15 @@ def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
     assert on_gpu(TopK(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
     assert selector_for(TopK(0.1), bucket.layout, bucket.buffer.double(), None) is None
+
+
+@pytest.mark.parametrize("momentum", [None, MomentumCorrection(0.5)])
+def test_nothing_of_the_last_step_is_taken_for_a_parameter_without_gradient(momentum: Any) -> None:
+    """Nor for one whose learning rate is zero. What a kernel has noted of it is of the step before."""
+    rng, row = np.random.default_rng(0), next(row for row in ROWS if row.name == "topk")
+    steps: list[Any] = [[gradients_of(SHAPES, rng)] for _ in range(6)]
+    for number, (given,) in enumerate(steps):
+        given["c"] = None if number in (2, 4) else 100 * given["c"]
+    for in_residual, rates in ((False, ()), (True, (0.1, 0.1, 0.0, 0.1, 0.1, 0.0))):
+        case = Case(steps, 0.05, {"lr_in_residual": in_residual, "momentum": momentum}, rates=rates)
+        assert_same(observe(TRITON, row, case), observe(BACKENDS[0], row, case))

@@ -107,6 +107,7 @@ class Bucket:
         Their memory must stay as it is until the step has ended.
         """
         gradients: dict[float, list[SlotGradient]] = defaultdict(list)
+        untouched: list[SlotGradient] = []
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             arriving(self.missing, name)
             slot = self.slots[name]
@@ -114,6 +115,7 @@ class Bucket:
                 # Also without a gradient: what others send is in the unit of this rate.
                 self.rates[slot.offset] = rate
             if gradient is None:
+                untouched.append((slot, None))
                 continue
             self._added.append((slot, gradient, rate))
             if intake.momentum is not None:
@@ -122,10 +124,14 @@ class Bucket:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
                 if intake.momentum is not None:
                     self._accelerate(slot, gradient, intake.momentum, intake)
+                untouched.append((slot, None))
                 continue
             gradients[rate].append((slot, intake.prepared(gradient, self.layout.residual_dtype)))
         for rate, some in gradients.items():
             self.selector.accumulate(some, intake.momentum, rate)
+        if untouched:
+            # What a device has noted of them is of the step before.
+            self.selector.accumulate(untouched, None, 1.0)
 
     def _accelerate(self, slot: Slot, gradient: Array, momentum: Momentum, intake: Intake) -> None:
         """Add a gradient to the velocity alone, unless it holds NaN or infinity."""

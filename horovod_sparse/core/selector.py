@@ -19,7 +19,7 @@ _FEW = 4
 """If more than one entry in `_FEW` exceeds the cut, none are noted: that would cost more memory and time than it saves."""
 
 SlotGradient = tuple[Slot, Array | None]
-"""A parameter's place in its bucket, and its gradient; None if the parameter has no gradient in this step."""
+"""A parameter's place in its bucket, and its gradient; None if the residual stays as it is in this step."""
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,6 @@ class HostSelector:
         self._few = len(self.buffer) // _FEW
         # The tests hold the package's own classes to it.
         self._is_foreign = not type(self.compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
-        self._dtype = str(self.buffer.dtype).removeprefix("torch.")
         self.not_finite: list[int] = []
         """The offsets of the parameters whose gradients in this step were not finite."""
         self._outcome = Outcome()
@@ -88,13 +87,8 @@ class HostSelector:
         self._tracked.begin(self.compressor.hints(state, self._few) if selects else Hints())
 
     def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
-        moving = None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
-        if momentum is not None and self.velocity is not None:
-            moving = Moving(self.velocity, momentum)
-            # The velocity goes on without a gradient.
-            absent = [slot for slot, gradient in gradients if gradient is None]
-            parts += [(slot.offset, self.ops.zeros(slot.numel, self._dtype, self.buffer)) for slot in absent]
+        moving = None if momentum is None or self.velocity is None else Moving(self.velocity, momentum)
         if parts:
             # Entries are noted in this order, which should be that of the buffer.
             parts.sort(key=itemgetter(0))

@@ -29,7 +29,7 @@ _MATRIX, _RANK = 1024, 4
 LEFT_OUT = f"""\
 Left out: the time to select, to add up and to factorise, what backward hides of the communication, and
 waiting for slow workers. All collectives are taken to be rings; PowerSGD's matrices have {_MATRIX} rows.
-RandomBlock trains only with detached error feedback. To measure instead: horovod-sparse try"""
+RandomBlock trains only within compression.ahead. To measure instead: horovod-sparse try"""
 
 
 Rounds = Sequence[Sequence[Round]]
