@@ -52,7 +52,7 @@ _CHANGES: dict[str, tuple[Change]] = {
     "replaced": (_replace,),
     "dropped": (_drop,),
 }
-_QUICK = {"clipped-norm", "noised"}
+_QUICK = {"clipped-norm"}
 
 
 @program(BOTH, cases=_CHANGES, quick=_QUICK)
@@ -108,7 +108,7 @@ def _add(sums: list[Tensor], module: nn.Module) -> None:
         one.add_(parameter.grad)
 
 
-@program(BOTH, quick=True)
+@program(BOTH)
 def an_optimizer_written_by_hand(way: Way) -> nn.Module:
     """Momentum in a list of tensors; under Horovod the optimizer that reduces never steps."""
     module = net()

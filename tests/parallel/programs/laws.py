@@ -20,12 +20,12 @@ _SOURCES = (steps, pairs, gradients, optimizers, parts, stages, errors)
 """They fill the table."""
 
 ALL = [
-    Way("SIDCo, comm_hook", partial(SIDCo, 1.0, min_numel=0), hooked=True),
-    Way("TopK, register", partial(TopK, 1.0, min_numel=0)),
+    Way("SIDCo", partial(SIDCo, 1.0, min_numel=0), hooked=True),
+    Way("TopK", partial(TopK, 1.0, min_numel=0)),
     Way("TopK by layer", partial(TopK, 1.0, min_numel=0, granularity="layer")),
 ]
 FEW = [
-    Way("SIDCo, comm_hook", partial(SIDCo, 0.02, min_numel=0, warmup=None), hooked=True),
+    Way("SIDCo", partial(SIDCo, 0.02, min_numel=0, warmup=None), hooked=True),
     Way("TopK by layer", partial(TopK, 0.05, granularity="layer", warmup=None)),
 ]
 

@@ -63,7 +63,7 @@ def _two(way: Way, momentum: float = 0.9, **options: Any) -> tuple[Two, Any, dic
 _ZEROED = {"none": (True,), "kept": (False,)}
 
 
-@program(BOTH, cases={"both": ("ab",), "one": ("",)}, quick={"both", "one"})
+@program(BOTH, cases={"both": ("ab",), "one": ("",)}, quick={"both"})
 def parts_in_turns_that_are_toggled(way: Way, through: str) -> nn.Module:
     """The forward pass goes through both, or through the one that is trained."""
     module, model, optimizers = _two(way, find_unused_parameters=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,7 +143,7 @@ def program(
     cases: Mapping[str, tuple[Any, ...]] | None = None,
     alone: bool = False,
     finite: bool = True,
-    quick: Iterable[str] | bool = False,
+    quick: Collection[str] | bool = False,
 ) -> Callable[[Run], Run]:
     """Put a function into the table, once for each of the `cases`, which are its arguments besides the way.
 
