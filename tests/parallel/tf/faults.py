@@ -25,7 +25,7 @@ def main(fault: Fault) -> None:
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        before(HostPipeline, "_next", fault.happen)
+        before(HostPipeline, "_message", fault.happen)
     elif fault.moment == "agreement":
         before(Reducer, "_agree", fault.happen)
     for step in range(STEPS):
