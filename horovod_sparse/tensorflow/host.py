@@ -23,7 +23,7 @@ from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
-from horovod_sparse.exchange.protocols import Exchange, Reduced, Round
+from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
@@ -197,7 +197,7 @@ class HostPipeline(Pipeline):
         bucket, gradients = self.bucket_of[name], dict(zip(names, inputs, strict=True))
         learning_rate = None if math.isnan(rate) else float(rate)
         self.arrive_together(bucket, [Arrived(one, gradients.get(one), learning_rate) for one in bucket.slots])
-        return np.ascontiguousarray(bucket.begin().message)
+        return self._message(bucket.begin())
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         collective = self.advance(self.bucket_of[name], result)
@@ -205,6 +205,9 @@ class HostPipeline(Pipeline):
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             self._ended.add(name)
             return np.zeros(1, dtype)
+        return self._message(collective)
+
+    def _message(self, collective: Collective) -> NDArray[Any]:
         return np.ascontiguousarray(collective.message)
 
     def _conclude(self, name: str, result: NDArray[Any]) -> np.bool_:
