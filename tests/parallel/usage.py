@@ -511,7 +511,10 @@ def optimizers_that_step_in_another_order_raise_on_all() -> None:
     },
 )
 def what_waits_of_a_frozen_parameter_is_set_aside(make: Any, alone: int | None) -> None:
-    """Nothing is written to its gradient, nothing of it is sent, and it goes on with what has waited, bit for bit."""
+    """Nothing of it is sent, and it goes on with what has waited, bit for bit. Its gradient is what others send, or zeros.
+
+    With stock Horovod, too, an optimizer steps frozen parameters with gradients of zeros, and their momentum goes on.
+    """
     parameters = zeros(SHAPES)
     compression = make()
     optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
@@ -520,21 +523,19 @@ def what_waits_of_a_frozen_parameter_is_set_aside(make: Any, alone: int | None) 
         thawed = not 3 <= step < 6 or alone not in (None, hvd.rank())
         frozen.requires_grad_(thawed)
         names = [name for name in SHAPES if thawed or name != "second"]
-        before = frozen.detach().clone()
         reduce(optimizer, parameters, {n: whole_numbers(SHAPES[n], step=step, rank=hvd.rank()) for n in names})
         state = compression.state_dict()
         kept = state["residuals"].get("second", torch.zeros(SHAPES["second"])).numpy()
         mine = whole_numbers(SHAPES["second"], step=step, rank=hvd.rank()) if thawed else 0.0
         given, change = sum(everyone(mine)), sum(everyone(kept - waited))
         if not thawed:
-            assert torch.equal(frozen, before) and frozen.grad is None
             np.testing.assert_array_equal(kept, waited)
+            assert alone is not None or "second" not in state["residuals"] or not gradient_of(frozen).any()
         elif compression.momentum_correction is None:
             np.testing.assert_array_equal(gradient_of(frozen) + change, given)
         waited = kept.copy()
     assert "second" not in state["residuals"] or waited.any()
-    if alone is None:
-        assert_identical(parameters.values())
+    assert_identical(parameters.values())
 
 
 # --- small parameters ---
