@@ -235,7 +235,7 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str) ->
     ):
         take_step(backend, [pipeline], [{"p": np.ones(8, np.float32)}])
     pipeline.abort()
-    np.testing.assert_array_equal(backend.numpy(pipeline.residuals.views["p"]), 1)
+    assert not backend.numpy(pipeline.residuals.views["p"]).any()
 
 
 def test_a_device_is_not_waited_for() -> None:
