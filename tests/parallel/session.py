@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .launch import Ended, Launch
 
-LAUNCH_LIMIT = 900.0
+LAUNCH_LIMIT = 1800.0
 """Seconds for all scenarios of a launch; a single one that hangs is ended much sooner, by its worker."""
 
 
