@@ -28,12 +28,12 @@ ROWS = {
 }
 SECONDS = [
     ("README", "transformer", 2, "reaches a loss in {local} s, DiLoCo in {diloco} s, DDP's float16 in {fp16} s"),
-    ("docs/decide", "transformer", 0, "fp32 {fp32}, `SIDCo(0.01)` {sidco}, fp16 {fp16}; `LocalUpdates` {local}"),
+    ("docs/decide", "transformer", 0, "fp32 {fp32}, every step {sidco}, fp16 {fp16}; `LocalUpdates` {local}"),
     ("docs/decide", "transformer", 1, "{local} and {sidco}; DiLoCo {diloco}, PowerSGD {power}, fp16 {fp16}"),
-    ("docs/decide", "transformer", 2, "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, fp16 {fp16}"),
-    ("docs/decide", "transformer", 4, "{local}; DiLoCo {diloco}, `SIDCo(0.01)` {sidco}, PowerSGD {power}"),
+    ("docs/decide", "transformer", 2, "{local}; DiLoCo {diloco}, every step {sidco}, fp16 {fp16}"),
+    ("docs/decide", "transformer", 4, "{local}; DiLoCo {diloco}, every step {sidco}, PowerSGD {power}"),
     ("docs/decide", "transformer, 4 hosts", 0, "{fp16} and {sidco}; fp32 {fp32}, PowerSGD {power}"),
-    ("docs/decide", "transformer, 4 hosts", 1, "{fp16}; `SIDCo(0.01)` {sidco}, fp32 {fp32}, PowerSGD {power}"),
+    ("docs/decide", "transformer, 4 hosts", 1, "{fp16}; every step {sidco}, fp32 {fp32}, PowerSGD {power}"),
 ]
 """What pages say of a suite in one of its networks."""
 
