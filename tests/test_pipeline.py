@@ -359,7 +359,7 @@ def test_who_gives_a_step_up_is_named_and_all_go_on(backend: Backend) -> None:
                     RuntimeError, match=f"^rank {rank}: rank 1 has given up this step after an exception"
                 ):
                     pipeline.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
-            assert not pipeline.is_open
+            assert pipeline._step is None
         for pipeline, was in zip(pipelines, before, strict=True):
             state = pipeline.state_dict()
             assert state["adaptive"] == was["adaptive"]

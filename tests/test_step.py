@@ -184,7 +184,7 @@ def test_a_step_that_is_given_up_alone(backend: Backend, name: str, exchanged: i
                 bucket.begin()
     for pipeline in workers.pipelines:
         pipeline.abort()
-        assert not pipeline.is_open
+        assert pipeline._step is None
     assert kept
     check_never_been(workers, before, name)
 

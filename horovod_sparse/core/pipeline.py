@@ -187,11 +187,6 @@ class Pipeline:
             step.buckets[bucket.name] = bucket
             bucket.begin_step()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._step is not None
-
     def _begun(self) -> Step:
         """Return the step that has begun. If none has, one begins."""
         if self._step is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +47,6 @@ def install() -> None:
 
 
 Method = Callable[..., Any]
-_REDUCED = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
-    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code."
-)
-"""Stock Horovod's warning."""
 
 
 def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
@@ -62,10 +55,14 @@ def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     setattr(cls, name, method if stock is None else functools.wraps(stock)(method))
 
 
+def _made(optimizer: Any) -> type:
+    """Return the class that Horovod has made. The object's own class may derive from that."""
+    return next(one for one in type(optimizer).__mro__ if "_allreduce_grad_async" in vars(one))
+
+
 def _above_horovod(optimizer: Any) -> Any:
-    """Return `super()` of the class that Horovod has made. The object's own class may derive from that."""
-    made = next(one for one in type(optimizer).__mro__ if "_allreduce_grad_async" in vars(one))
-    return super(made, optimizer)
+    """Return `super()` of the class that Horovod has made."""
+    return super(_made(optimizer), optimizer)
 
 
 # Each of these takes the stock method and returns its extension.
@@ -190,14 +187,15 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
             self.synchronize()
         return loss
 
-    # The stock method reduces before a closure is evaluated, and calls itself without end if a class derives from this one.
     own_step = _above_horovod(self).step
     try:
         if closure is not None:
+            # The stock method reduces before the closure is evaluated.
             return own_step(reduced_closure)
+        if type(self) is _made(self):
+            return stock(self)
+        # The stock method calls itself without end if a class derives from the one that Horovod has made.
         if self._should_synchronize:
-            if self._synchronized:
-                warnings.warn(_REDUCED, stacklevel=3)
             self.synchronize()
         return own_step()
     finally:
