@@ -88,7 +88,7 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         type=float,
         metavar="C",
         help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch); without "
-        "it, 1 with randomk and randomblock, and else 0",
+        "it, 1 with randomk and randomblock, 0.5 with local updates, and else 0",
     )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
@@ -147,6 +147,13 @@ def ahead(compression: Any, model: Any, args: argparse.Namespace) -> AbstractCon
     if not hasattr(compression, "ahead"):
         raise SystemExit(f"--ahead needs a sparsifier, got --compression {args.compression}")
     block: AbstractContextManager[None] = compression.ahead(model, coefficient)
+    return block
+
+
+def local_ahead(local: Any, args: argparse.Namespace) -> AbstractContextManager[None]:
+    """The same for `LocalUpdates`. In your own script: `with local.ahead():`."""
+    coefficient = 0.5 if args.ahead is None else args.ahead
+    block: AbstractContextManager[None] = local.ahead(coefficient) if coefficient else nullcontext()
     return block
 
 

@@ -7,7 +7,6 @@ import math
 import statistics
 import sysconfig
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from common import (
     RunLog,
     ahead,
     check_replicas,
+    local_ahead,
     make_compression,
     make_parser,
     measure_traffic,
@@ -50,17 +50,7 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
         metavar="STEPS",
         help="exchange movements by LocalUpdates after so many steps, which is the line for adamw with 1; 0: gradients",
     )
-    parser.add_argument("--residual-decay", type=float, default=1.0, help="of local updates")
-    parser.add_argument("--outer-lr", type=auto_or_number, default="auto", help="of local updates")
-    parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
-    parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
-    parser.add_argument("--overlap", type=int, default=0, metavar="STEPS", help="in which local updates travel")
     return parser
-
-
-def auto_or_number(text: str) -> float | str:
-    """The value of an option that is "auto" or a number."""
-    return text if text == "auto" else float(text)
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any) -> tuple[Any, Any]:
@@ -78,25 +68,14 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
         )
     if args.epoch_steps % args.every:
         raise SystemExit(f"--epoch-steps must be a multiple of --every, got {args.epoch_steps} and {args.every}")
-    if args.ahead:
-        raise SystemExit("--every needs --keep in place of --ahead")
-    local = hvd.LocalUpdates(
-        optimizer,
-        model,
-        compression if hasattr(compression, "stats") else None,
-        every=args.every,
-        residual_decay=args.residual_decay,
-        outer_lr=args.outer_lr,
-        outer_momentum=args.outer_momentum,
-        keep=args.keep,
-        overlap=args.overlap,
-    )
+    sparse = compression if hasattr(compression, "stats") else None
+    local = hvd.LocalUpdates(optimizer, model, sparse, every=args.every)
     return local, local.compression
 
 
-def gradients_of(model: nn.Module, args: argparse.Namespace, compression: Any) -> AbstractContextManager[None]:
-    """The block for forward and backward. `LocalUpdates` has its own, by --keep."""
-    return nullcontext() if args.every else ahead(compression, model, args)
+def gradients_of(model: nn.Module, args: argparse.Namespace, compression: Any, optimizer: Any) -> Any:
+    """The block for forward and backward."""
+    return local_ahead(optimizer, args) if args.every else ahead(compression, model, args)
 
 
 def read_corpus(limit: int) -> Tensor:
@@ -165,18 +144,15 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
                 group["lr"] = args.lr * min(step / args.warmup_steps, max(1 - step / steps, 0.02))
             x, y = sample(shard, args.batch_size, args.context, generator)
             optimizer.zero_grad()
-            with gradients_of(model, args, compression):
+            with gradients_of(model, args, compression, optimizer):
                 loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
                 loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)
 
-        if args.every and args.overlap and step == steps:
-            optimizer.synchronize()
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
-        # All workers hold the same parameters, with --overlap at the end. All evaluate, since one alone cannot where each has a
-        # shard of the model.
+        # All workers hold the same parameters. All evaluate, since one alone cannot where each has a shard of the model.
         bits = bits_per_character(model, text[boundary:], args.context)
         if hvd.rank() == 0:
             log.write_epoch(

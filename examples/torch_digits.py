@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +22,7 @@ from common import (
     RunLog,
     ahead,
     check_replicas,
+    local_ahead,
     make_compression,
     make_parser,
     measure_traffic,
@@ -106,8 +106,8 @@ def main() -> None:
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
     if args.local_updates:
-        if args.ahead or not hasattr(compression, "stats"):
-            raise SystemExit("--local-updates needs a sparsifier, and no --ahead: it has its own")
+        if not hasattr(compression, "stats"):
+            raise SystemExit("--local-updates needs a sparsifier")
         optimizer = hvd.LocalUpdates(optimizer, network, compression)
     elif args.transport == "ddp":
         model = hvd.wrap(network, compression, optimizer)
@@ -131,7 +131,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / warmup_steps)
             optimizer.zero_grad()
-            with nullcontext() if args.local_updates else ahead(compression, model, args):
+            with local_ahead(optimizer, args) if args.local_updates else ahead(compression, model, args):
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
             optimizer.step()

@@ -14,12 +14,11 @@ import argparse
 import math
 import statistics
 import time
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from common import ahead, check_replicas, make_compression, measure_traffic, optimizer_momentum
+from common import ahead, check_replicas, local_ahead, make_compression, measure_traffic, optimizer_momentum
 from jobs import Course, make_course, make_job_parser, print_closing_table, resume, save, start_log
 from torch import Tensor, nn
 from torch_states import read_states, write_states
@@ -83,8 +82,6 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[Any, Any
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         own = {} if sparse is None else {"compression": sparse}
         return optimizer, compression, {"model": model, "optimizer": optimizer, **own}
-    if args.ahead:
-        raise SystemExit("--ahead needs --local-steps 0: local updates have their own")
     if args.compression == "fp16":
         raise SystemExit("--local-steps needs --compression none or a sparsifier, got fp16; --local-steps 0 takes it")
     local = hvd.LocalUpdates(adamw, model, sparse, every=args.local_steps)
@@ -161,7 +158,7 @@ def main() -> None:
                 group["lr"] = args.lr * lr_factor(step, warmup, course.total)
             batch = train[indices].to(device)
             optimizer.zero_grad()
-            with nullcontext() if args.local_steps else ahead(compression, model, args):
+            with local_ahead(optimizer, args) if args.local_steps else ahead(compression, model, args):
                 with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
                     loss = model(input_ids=batch, labels=batch).loss
                 loss.backward()

@@ -2,10 +2,12 @@
 
     mpirun -np 2 python studies/loss_ddp.py torch_charlm "PowerSGD 4" --compression none --epochs 1
     mpirun -np 4 python studies/loss_ddp.py torch_charlm HSDP --compression sidco --epochs 1
+    mpirun -np 2 python studies/loss_ddp.py torch_charlm "DiLoCo 0.7 0.9" --compression none --ahead 0 --every 15
 
 The second argument is DDP's communication hook, as in `step_contenders.py`, or HSDP, or "HSDP bfloat16" to reduce in that type:
 then each half of the workers holds a replica of `torch_charlm`'s model, which `fully_shard` has sharded. With `--compression
-none` FSDP exchanges between the replicas. Everything else is the example's own, also the check that the workers agree.
+none` FSDP exchanges between the replicas. "DiLoCo ALPHA MU" puts `diloco.py` over Horovod in the place of local updates. All
+else is the example's own, also the check that the workers agree.
 `bytes_per_step` in its log is neither that of DDP nor that of FSDP.
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import torch
+from diloco import DiLoCo
 from step_contenders import ddp, mesh_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -52,6 +55,13 @@ def shard(hook: str, model: Any, compression: str) -> nn.Module:
 def main() -> None:
     _, name, hook, *options = sys.argv
     example: Any = import_module(name)
+    if hook.startswith("DiLoCo"):
+        _, outer_lr, outer_momentum = hook.split()
+        settings = {"outer_lr": float(outer_lr), "outer_momentum": float(outer_momentum)}
+        adapter: Any = hvd
+        adapter.LocalUpdates = lambda optimizer, model, _, every: DiLoCo(optimizer, model, every=every, **settings)
+        sys.argv = [name, *options]
+        return example.main()
     make_model = example.make_model
 
     def make_parallel(*arguments: Any) -> nn.Module:

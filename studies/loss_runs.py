@@ -64,14 +64,13 @@ class Row:
 
     options: str
     hook: str = ""
-    """DDP's communication hook, or HSDP; empty with Horovod."""
+    """DDP's communication hook, HSDP or DiLoCo (`loss_ddp.py`); empty with Horovod."""
     rate_factor: float = 1.0
     """10 without momentum: with momentum 0.9 a gradient moves the parameters ten times as far as the learning rate says."""
 
 
 CONSTANT = "--warmup none --ahead 0"
-SPARSELOCO = f"{CONSTANT} --every 30 --keep 0 --residual-decay 0.95 --outer-lr 1"
-"""The paper's settings of local updates."""
+EVERY = f"{CONSTANT} --every 30"
 
 
 def _sparse(compression: str, ratio: str) -> Row:
@@ -92,8 +91,8 @@ ROWS = {
     "MiCRO 0.01": _sparse("micro", "0.01"),
     "RandomBlock 0.01": _sparse("randomblock", "0.01"),
     "Mem-SGD 0.01": Row(MEMORY, rate_factor=10.0),
-    "DiLoCo": Row(f"--compression none {SPARSELOCO} --outer-lr 0.7 --outer-momentum 0.9"),
-    **{f"local TopK {r}": Row(f"--compression topk {SPARSELOCO} --ratio {r}") for r in ("0.01", "0.03", "0.1")},
+    "DiLoCo": Row(f"--compression none {EVERY}", hook="DiLoCo 0.7 0.9"),
+    **{f"local TopK {r}": Row(f"--compression topk {EVERY} --ratio {r}") for r in ("0.01", "0.03", "0.1")},
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
 also has rows without momentum: masking weakens momentum, and what a row wins by that is no merit of its exchange."""
@@ -121,14 +120,11 @@ class Curve:
     seconds: list[float]
     """Spent on all steps until each evaluation, without evaluations."""
     bytes_per_step: float
-    diverged: bool
-    """Whether a gradient with NaN or infinity ended the run."""
 
     @property
     def last(self) -> float:
-        """The loss at the end; infinite if the run came to no end."""
-        good = self.losses and not self.diverged and math.isfinite(self.losses[-1])
-        return self.losses[-1] if good else math.inf
+        """The loss at the end; infinite if training has diverged."""
+        return self.losses[-1] if math.isfinite(self.losses[-1]) else math.inf
 
     def reached(self, target: float, at: Sequence[float]) -> float | None:
         """Where `at`, such as steps or seconds, the loss first is at `target`, between evaluations by a straight line."""
@@ -209,11 +205,10 @@ class Store:
         script = around.EXAMPLES / f"{self.task.example}.py"
         if row.hook:
             script, options = Path(__file__).with_name("loss_ddp.py"), [self.task.example, row.hook, *options]
-        run = self._folder.train(name, script, options, launch)
+        epochs = self._folder.train(name, script, options, launch)
         return Curve(
-            [epoch["step"] for epoch in run.epochs],
-            [epoch[self.task.field] for epoch in run.epochs],
-            list(itertools.accumulate(epoch["seconds"] for epoch in run.epochs)),
-            run.epochs[-1]["bytes_per_step"] if run.epochs else math.nan,
-            run.diverged,
+            [epoch["step"] for epoch in epochs],
+            [epoch[self.task.field] for epoch in epochs],
+            list(itertools.accumulate(epoch["seconds"] for epoch in epochs)),
+            epochs[-1]["bytes_per_step"],
         )

@@ -80,8 +80,8 @@ SUITES = {
         ),
         DDP
         | {
-            "dense averaging, every 5": Row("--compression none --every 5 --keep 0 --outer-lr 1"),
-            "DiLoCo, every 15": Row("--compression none --every 15 --keep 0 --outer-lr 0.7 --outer-momentum 0.3"),
+            "dense averaging, every 5": Row("--compression none --every 5 --ahead 0", hook="DiLoCo 1 0"),
+            "DiLoCo, every 15": Row("--compression none --every 15 --ahead 0", hook="DiLoCo 0.7 0.3"),
             **{
                 title: Row(f"--compression topk --ratio 0.03 --exchange packed --every {every}")
                 for every, title in LOCAL.items()
@@ -204,10 +204,7 @@ def after(raw: Raw, step: float) -> float:
 
 def curves(name: str, row: str) -> list[Curve]:
     """The trainings of a row, one per seed; seconds are unknown."""
-    return [
-        Curve(raw["steps"], raw["losses"], [], raw["bytes"], diverged=False)
-        for raw in known(suite=name, row=row, kind="training")
-    ]
+    return [Curve(raw["steps"], raw["losses"], [], raw["bytes"]) for raw in known(suite=name, row=row, kind="training")]
 
 
 def target(name: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import zlib
@@ -22,15 +21,6 @@ Launch = Callable[[Path, list[str]], object]
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    epochs: list[dict[str, Any]]
-    diverged: bool
-    """Whether a gradient with NaN or infinity ended it."""
-
-
-@dataclass(frozen=True)
 class Folder:
     """Where logs are kept, and how the runs are made that are not there."""
 
@@ -39,8 +29,10 @@ class Folder:
     timeout: float
     """Seconds after which a run is stopped."""
 
-    def train(self, name: str, script: Path, options: Sequence[str], launch: Launch | None = None) -> Run:
-        """Return a run of an example, on local workers unless it is launched otherwise."""
+    def train(
+        self, name: str, script: Path, options: Sequence[str], launch: Launch | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the epochs of a run of an example, on local workers unless it is launched otherwise."""
         checksum = zlib.crc32(" ".join([script.name, *options]).encode())
         log = self.path / f"{script.stem}-{name.replace(' ', '-')}-{checksum:08x}.jsonl"
         if not log.exists():
@@ -48,16 +40,11 @@ class Folder:
             unfinished = log.with_suffix(".new")
             (launch or self._locally)(script, [*options, "--log-file", str(unfinished)])
             unfinished.replace(log)
-        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        return Run(demo.read_epochs(log), diverged=lines[-1]["event"] != "end")
+        return demo.read_epochs(log)
 
     def _locally(self, script: Path, options: list[str]) -> None:
         output = Path(options[-1]).with_suffix(".txt")
-        try:
-            demo.run_workers(script, options, workers=self.workers, output=output, timeout=self.timeout)
-        except SystemExit:
-            if "FloatingPointError" not in output.read_text(encoding="utf-8", errors="replace"):
-                raise
+        demo.run_workers(script, options, workers=self.workers, output=output, timeout=self.timeout)
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,6 @@ class Result:
 
     values: list[float]
     """One per seed, after the last whole epoch."""
-    diverged: list[bool]
     bytes_per_step: float
     steps: int
 
@@ -107,15 +93,12 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace,
     """Train an example once per seed."""
     script, settings = script_of(task, framework), TASKS[task]
     folder = Folder(args.output, args.workers, args.timeout)
-    values, diverged = [], []
+    values = []
     for seed in range(args.seeds):
-        run = folder.train(f"{row}-{seed}", script, [*options, "--seed", str(seed)])
-        if not run.epochs:
-            raise SystemExit(f"{row}, seed {seed}: a gradient was not finite before the first evaluation")
-        values.append(settings.scale * run.epochs[-1][settings.field])
-        diverged.append(run.diverged)
+        epochs = folder.train(f"{row}-{seed}", script, [*options, "--seed", str(seed)])
+        values.append(settings.scale * epochs[-1][settings.field])
         print(f"{row}, seed {seed}: {values[-1]:.3f}", file=sys.stderr, flush=True)
-    return Result(values, diverged, run.epochs[-1]["bytes_per_step"], run.epochs[-1]["step"])
+    return Result(values, epochs[-1]["bytes_per_step"], epochs[-1]["step"])
 
 
 def table(columns: Sequence[str], results: Mapping[Any, Result], dense: Result | None, better: int) -> str:
@@ -128,7 +111,6 @@ def table(columns: Sequence[str], results: Mapping[Any, Result], dense: Result |
             # By how much the mean is worse than dense's worst seed.
             short = min(better * value for value in dense.values) - better * mean
             within = f"no, {short:.2f} worse" if short > 0.0 else "yes"
-        ends = zip(result.values, result.diverged, strict=True)
-        each = ", ".join(f"{value:.2f}" + " (diverged)" * diverged for value, diverged in ends)
+        each = ", ".join(f"{value:.2f}" for value in result.values)
         rows.append([*key, f"{mean:.2f}", each, f"{result.bytes_per_step:,.0f}", within])
     return markdown.table(header, rows, words=len(header))

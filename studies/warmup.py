@@ -1,25 +1,29 @@
 """How long the warm-up by age must be for the plain line, and what `ahead` adds: many workers in one process.
 
-    python studies/warmup.py charlm --workers 2 8 --steps 600
-    python studies/warmup.py lstm --workers 2 --steps 400 --rates 0.5 2.0 --rows "c = 8" "c = 8, ahead"
+    python studies/warmup.py charlm --workers 2 8 --steps 600 2400 --ratios 0.01 0.001
+    python studies/warmup.py lstm --rates 0.5 2.0 --rows "c = 8" "c = 8, ahead"
+    python studies/warmup.py gpt2 --optimizer adamw --rows "c = 8"
 
-Trains a model of the examples by SGD with momentum 0.9 in the optimizer, on gradients that `VirtualWorkers` have reduced with
-SIDCo: what each worker selects and sends is what a job of so many processes would send. Each worker draws samples of its own
-part of the data. The learning rate rises over a tenth of the steps and then falls. With "ahead" each worker's gradient is that
-at `x - 0.5 eta e` (`compression.ahead`). Each run is a line of the log, and is not repeated while its line is there. Prints
-the held-out loss beside dense training with the same rate and seed, in percent.
+Trains a small model by SGD with momentum 0.9, or by AdamW, on gradients that `VirtualWorkers` have reduced with SIDCo: what
+each worker selects and sends is what a job of so many processes would send. Each worker draws samples of its own part of the
+data. The learning rate rises over a tenth of the steps and then falls. With "ahead" each worker's gradient is that at
+`x - 0.5 eta e` (`compression.ahead`). Each run is a line of the log, and is not repeated while its line is there. Prints the
+held-out loss beside dense training with the same rate and seed, in percent, and how many dense exchanges have as many bytes as
+a worker has sent. Task "gpt2" needs Transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import around
 import markdown
@@ -27,14 +31,16 @@ import text
 import torch
 import torch.nn.functional as F
 import torch_charlm
+import torch_digits
 import torch_lstm
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import horovod_sparse.numpy as sparse
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.cost import allreduce_bytes
 
-DENSE = "dense"
+DENSE, SGD, ADAMW = "dense", "sgd", "adamw"
 ROWS: dict[str, tuple[float | None, float]] = {
     DENSE: (None, 0.0),
     "c = 2": (2.0, 0.0),
@@ -49,20 +55,93 @@ ROWS: dict[str, tuple[float | None, float]] = {
 
 
 @dataclass(frozen=True)
+class Text:
+    """Next characters of the standard library's sources. A worker sees a part of the text."""
+
+    limit: int = 400_000
+    batch: int = 4
+    context: int = 32
+
+    def split(self, number: int) -> tuple[list[Tensor], Tensor]:
+        """The part of each worker, and what is held out."""
+        corpus = text.read_corpus(self.limit)
+        boundary = int(0.95 * len(corpus))
+        return list(corpus[:boundary].tensor_split(number)), corpus[boundary:]
+
+    def draw(self, part: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return text.sample(part, self.batch, self.context, generator)
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+    def evaluate(self, model: nn.Module, held_out: Tensor) -> float:
+        return text.bits_per_character(model, held_out, self.context)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's digits under noise, so that no model learns them by heart: a worker sees a part of the images."""
+
+    batch: int = 16
+    noise: float = 0.5
+
+    def split(self, number: int) -> tuple[list[TensorDataset], TensorDataset]:
+        train, held_out = torch_digits.load_data()
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+        return [TensorDataset(*train[part]) for part in order.tensor_split(number)], held_out
+
+    def draw(self, part: TensorDataset, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = part[torch.randint(len(part), (self.batch,), generator=generator)]
+        return x + self.noise * torch.randn(x.shape, generator=generator), y
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, held_out: TensorDataset) -> float:
+        """Mean cross-entropy, each image under ten noises."""
+        generator = torch.Generator().manual_seed(0)
+        x, y = (tensor.repeat(10, *[1] * (tensor.dim() - 1)) for tensor in held_out.tensors)
+        return self.loss(model(x + self.noise * torch.randn(x.shape, generator=generator)), y).item()
+
+
+@dataclass(frozen=True)
 class Task:
-    """A model, and how much of the text a worker sees in a step."""
+    """A model, what it learns, and the learning rates of SGD and of AdamW."""
 
     make: Callable[[], nn.Module]
-    batch: int
-    context: int
-    rates: tuple[float, ...]
+    data: Any
+    rates: dict[str, tuple[float, ...]]
+
+
+class GPT2(nn.Module):
+    """A new GPT-2 of Hugging Face Transformers for characters."""
+
+    def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel  # the other tasks do without
+
+        sizes = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        tokens = {"vocab_size": text.CHARACTERS, "bos_token_id": None, "eos_token_id": None}
+        config = GPT2Config(**sizes, **dropout, **tokens, use_cache=False)
+        # The same function as GPT-2's, in one operation.
+        config.activation_function = "gelu_pytorch_tanh"
+        self.model = GPT2LMHeadModel(config)
+        # Transformers would make one in every pass, which takes longer than the pass.
+        self.mask = torch.full((1, 1, context, context), -math.inf).triu(1)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        return self.model(characters, attention_mask=self.mask.expand(len(characters), -1, -1, -1)).logits
 
 
 TASKS = {
-    "charlm": Task(lambda: torch_charlm.CharLM(32, 128, 3, 4), 4, 32, (0.1, 0.2)),
-    "lstm": Task(lambda: torch_lstm.CharLSTM(256, 1), 4, 32, (0.5, 2.0)),
+    "charlm": Task(lambda: torch_charlm.CharLM(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
+    "lstm": Task(lambda: torch_lstm.CharLSTM(128, 1), Text(), {SGD: (0.5, 2.0), ADAMW: (0.004,)}),
+    "cnn": Task(lambda: torch_digits.make_model(16), Digits(), {SGD: (0.03,), ADAMW: (0.002,)}),
+    "gpt2": Task(lambda: GPT2(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
 }
-"""Smaller than the examples' own: 600 thousand and 480 thousand parameters."""
+"""Smaller than the examples' own."""
 
 
 @contextmanager
@@ -85,27 +164,48 @@ def moved(model: nn.Module, workers: sparse.VirtualWorkers, worker: int, by: flo
                 parameter.copy_(kept[name])
 
 
-def train(task: Task, row: str, ratio: float, rate: float, number: int, steps: int, seed: int) -> dict[str, float]:
-    """The held-out loss after the training, and the bytes of a worker as a part of dense training's."""
-    torch.manual_seed(seed)
-    c, ahead = ROWS[row]
-    compression: Compressor = sparse.NoOp() if c is None else sparse.SIDCo(ratio, warmup=c)
-    model, workers = task.make(), sparse.VirtualWorkers(number, compression)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    corpus = text.read_corpus(400_000)
-    boundary = int(0.95 * len(corpus))
-    shards = corpus[:boundary].tensor_split(number)
-    generators = [torch.Generator().manual_seed(1000 * seed + worker) for worker in range(number)]
+@dataclass(frozen=True)
+class Setting:
+    """What a run depends on."""
+
+    task: str
+    optimizer: str
+    rate: float
+    row: str
+    ratio: float
+    workers: int
+    steps: int
+    seed: int
+
+    @property
+    def title(self) -> str:
+        """Its key in the log. Dense training has no ratio."""
+        ratio = "" if self.row == DENSE else f" {self.ratio:g}"
+        return f"{self.task} {self.optimizer} {self.rate:g} {self.row}{ratio} {self.workers} {self.steps} {self.seed}"
+
+
+def train(of: Setting) -> dict[str, float]:
+    """The held-out loss after the training, and the bytes of a worker in dense exchanges."""
+    torch.manual_seed(of.seed)
+    task, (c, ahead) = TASKS[of.task], ROWS[of.row]
+    compression: Compressor = sparse.NoOp() if c is None else sparse.SIDCo(of.ratio, warmup=c)
+    model, workers = task.make(), sparse.VirtualWorkers(of.workers, compression)
+    if of.optimizer == SGD:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), of.rate, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), of.rate, weight_decay=0.1)
+    parts, held_out = task.data.split(of.workers)
+    generators = [torch.Generator().manual_seed(1000 * of.seed + worker) for worker in range(of.workers)]
     names, sent = dict(model.named_parameters()), 0.0
-    for step in range(steps):
+    for step in range(of.steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min((step + 1) / (0.1 * steps), max(1.0 - step / steps, 0.02))
+            group["lr"] = of.rate * min((step + 1) / (0.1 * of.steps), max(1.0 - step / of.steps, 0.02))
         found: dict[str, list[Tensor]] = {name: [] for name in names}
-        for worker in range(number):
-            x, y = text.sample(shards[worker], task.batch, task.context, generators[worker])
+        for worker, (part, generator) in enumerate(zip(parts, generators, strict=True)):
+            x, y = task.data.draw(part, generator)
             model.zero_grad()
             with moved(model, workers, worker, ahead * optimizer.param_groups[0]["lr"]):
-                F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+                task.data.loss(model(x), y).backward()
             for name, parameter in names.items():
                 assert parameter.grad is not None
                 found[name].append(parameter.grad)
@@ -114,11 +214,8 @@ def train(task: Task, row: str, ratio: float, rate: float, number: int, steps: i
             parameter.grad = torch.from_numpy(reduced[name])
         optimizer.step()
         sent += workers.stats().last.total.bytes_sent + workers.stats().last.dense_bytes_sent
-    dense = allreduce_bytes(4 * sum(parameter.numel() for parameter in names.values()), number)
-    return {
-        "loss": text.bits_per_character(model, corpus[boundary:], task.context),
-        "bytes": sent / steps / dense,
-    }
+    dense = allreduce_bytes(4 * sum(parameter.numel() for parameter in names.values()), of.workers)
+    return {"loss": task.data.evaluate(model, held_out), "exchanges": sent / dense}
 
 
 class Log:
@@ -129,48 +226,52 @@ class Log:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self._known: dict[str, dict[str, float]] = dict(json.loads(line) for line in lines)
 
-    def run(self, title: str, make: Callable[[], dict[str, float]]) -> dict[str, float]:
-        if title not in self._known:
-            self._known[title] = make()
+    def run(self, of: Setting) -> dict[str, float]:
+        if of.title not in self._known:
+            self._known[of.title] = train(of)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([title, self._known[title]]) + "\n")
-        return self._known[title]
+                file.write(json.dumps([of.title, self._known[of.title]]) + "\n")
+        return self._known[of.title]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--optimizer", choices=[SGD, ADAMW], default=SGD)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW", help="beside dense")
-    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.01])
     parser.add_argument("--rates", type=float, nargs="+", help="learning rates; those of the task by default")
     parser.add_argument("--workers", type=int, nargs="+", default=[2])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, nargs="+", default=[600])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--log", type=Path, default=around.ROOT / "build" / "warmup.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.log.parent.mkdir(parents=True, exist_ok=True)
-    task, log = TASKS[args.task], Log(args.log)
-    header = ["workers", "rate", "row", "loss", "beside dense, %", "each seed, %", "bytes, dense's = 1"]
-    rows: list[list[str]] = []
-    for number in args.workers:
-        for rate in args.rates or task.rates:
-            losses: dict[str, list[float]] = {}
-            for row in dict.fromkeys([DENSE, *args.rows]):
-                results = []
-                for seed in range(args.seeds):
-                    title = f"{args.task} {row} {args.ratio:g} {rate:g} {number} {args.steps} {seed}"
-                    given = (task, row, args.ratio, rate, number, args.steps, seed)
-                    results.append(log.run(title, partial(train, *given)))
-                losses[row] = [one["loss"] for one in results]
-                beside = [100.0 * (mine / dense - 1.0) for mine, dense in zip(losses[row], losses[DENSE], strict=True)]
-                each = ", ".join(f"{one:+.1f}" for one in beside)
-                mean = [statistics.fmean(one) for one in (losses[row], beside, [one["bytes"] for one in results])]
-                rows.append(
-                    [str(number), f"{rate:g}", row, f"{mean[0]:.3f}", f"{mean[1]:+.1f}", each, f"{mean[2]:.3f}"]
-                )
-    print(f"{args.task}, SIDCo({args.ratio:g}), {args.steps} steps, {args.seeds} seeds\n")
-    print(markdown.table(header, rows, 3))
+    log, rates = Log(args.log), args.rates or TASKS[args.task].rates[args.optimizer]
+    header = ["workers", "steps", "rate", "ratio", "row", "loss", "beside dense, %", "each seed, %", "dense exchanges"]
+    table: list[list[str]] = []
+    for workers, steps, rate in itertools.product(args.workers, args.steps, rates):
+        dense: list[float] = []
+        for ratio, row in [(1.0, DENSE), *itertools.product(args.ratios, args.rows)]:
+            of = Setting(args.task, args.optimizer, rate, row, ratio, workers, steps, 0)
+            results = [log.run(replace(of, seed=seed)) for seed in range(args.seeds)]
+            losses = [result["loss"] for result in results]
+            dense = dense or losses
+            beside = [100.0 * (mine / theirs - 1.0) for mine, theirs in zip(losses, dense, strict=True)]
+            each = ", ".join(f"{one:+.1f}" for one in beside)
+            mean = [statistics.fmean(one) for one in (losses, beside, [one["exchanges"] for one in results])]
+            shown = [
+                "" if row == DENSE else f"{ratio:g}",
+                row,
+                f"{mean[0]:.3f}",
+                f"{mean[1]:+.1f}",
+                each,
+                f"{mean[2]:.0f}",
+            ]
+            table.append([str(workers), str(steps), f"{rate:g}", *shown])
+    print(f"{args.task}, {args.optimizer}, {args.seeds} seeds\n")
+    print(markdown.table(header, table, 5))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class HorovodGroup(Group):
     """The ranks of a process set of Horovod. Horovod matches by names: these number what is under way at the same time."""
 
     def __init__(self, process_set: Any) -> None:
+        self.device = torch.device("cpu")
         complete_global_set(process_sets, mpi_ops._basics)
         self._collectives = Collectives(process_set, "group")
         self._key = (process_set.process_set_id, *process_set.ranks)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_ENTRIES = 256
+ENTRIES = 256
 _DECAY = 0.95
 
 
@@ -55,6 +55,6 @@ class Lengths:
 
 def sampled(sizes: Sequence[int]) -> list[NDArray[np.int64]]:
     """Return the positions of the entries whose lengths are compared, in arrays of these sizes, the same on all workers."""
-    chosen = np.random.default_rng(0).integers(0, max(sum(sizes), 1), _ENTRIES)
+    chosen = np.random.default_rng(0).integers(0, max(sum(sizes), 1), ENTRIES)
     begins = np.cumsum([0, *sizes])
     return [chosen[(begin <= chosen) & (chosen < end)] - begin for begin, end in itertools.pairwise(begins)]

@@ -1,67 +1,119 @@
-"""How far a worker's own steps have moved its parameters. Never imports Horovod."""
+"""How far an optimizer moves the parameters of one worker, and by how much that grows. Never imports Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod_sparse.contrib.lengths import sampled
+from horovod_sparse.contrib.lengths import ENTRIES, Lengths, sampled
+
+Groups = Sequence[Mapping[str, Any]]
+"""The optimizer's groups of parameters."""
 
 
 class Movement:
-    """Parameters that each worker moves alone, and `copies` of them from before, the same on all workers.
+    """Where parameters began, and how far they have moved from there: `x <- start - x` and back, in their own memory.
 
-    The copies are in the parameters' types or wider ones.
+    `start` has the memory of one copy of the parameters, which is kept from step to step because new memory takes longer.
     """
 
-    def __init__(self, parameters: list[Tensor], copies: list[Tensor]) -> None:
-        self.parameters, self.copies = parameters, copies
-
-    def write(self, drifts: list[Tensor]) -> None:
-        """Write how far the parameters have moved, the other way. Each began with what its own type holds of its copy."""
-        pairs = zip(self.parameters, self.copies, strict=True)
-        _copy(drifts, [copy.to(parameter.dtype) for parameter, copy in pairs])
-        _subtract(drifts, self.parameters)
-
-    def move(self, means: list[Tensor]) -> None:
-        """Move the copies by the means of what all workers have sent."""
-        _subtract(self.copies, means)
-
-    def go_on(self, by: list[Tensor]) -> None:
-        """Move the parameters alone."""
-        _subtract(self.parameters, by)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the parameters the values of their copies."""
-        _copy(self.parameters, self.copies)
-
-
-class Sample:
-    """The entries of movements that are compared with those of other workers; see `Lengths`."""
-
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[Tensor, Tensor], lengths: Lengths) -> None:
+        self._parts = parts
+        """The part of each parameter that this rank holds."""
+        self.start: dict[Tensor, Tensor] = {}
+        """The values with which the parameters began, by part. They count while `begun`."""
+        self.begun = False
+        self._decay: defaultdict[Tensor, float] = defaultdict(float)
+        """By how much of its start decoupled weight decay has moved each parameter since."""
+        self._lengths = lengths
         self._positions: dict[Tensor, Tensor] = {}
 
-    def of(self, drifts: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return these entries of the parameters' movements, and last their sum of squares, where the first parameter is."""
-        if self._positions.keys() != drifts.keys():
-            positions = zip(drifts, sampled([drift.numel() for drift in drifts.values()]), strict=True)
-            self._positions = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
-        device = next((drift.device for drift in drifts.values()), None)
-        entries = [drifts[one].take(at).to(device, torch.float32) for one, at in self._positions.items() if len(at)]
-        flat = torch.cat(entries) if entries else torch.zeros(1, device=device)
-        return torch.cat([flat, flat.square().sum().view(1)])
+    def begin(self) -> None:
+        """Note where the parameters are, unless that was done since the last exchange."""
+        if self.begun:
+            return
+        for part in self._parts.values():
+            if part not in self.start or self.start[part].shape != part.shape:
+                self.start[part] = torch.empty_like(part, requires_grad=False)
+        _copy([self.start[part] for part in self._parts.values()], [*self._parts.values()])
+        self._decay.clear()
+        self.begun = True
+
+    def note_decay(self, groups: Groups) -> None:
+        """Note the decoupled weight decay of one step: the part `lr * weight_decay` of each parameter."""
+        for group in groups:
+            if group.get("decoupled_weight_decay"):
+                for parameter in group["params"]:
+                    # A rank may hold nothing of a sharded one.
+                    if parameter in self._parts:
+                        self._decay[self._parts[parameter]] += float(group["lr"]) * group["weight_decay"]
+
+    def load(self, start: Mapping[Tensor, Tensor]) -> None:
+        """Let the parameters have begun with these values; with none, they have not begun."""
+        for part, value in start.items():
+            self.start[part] = value.detach().to(part.device, part.dtype, copy=True)
+        self.begun = bool(start)
+
+    def restore(self) -> None:
+        """Give the parameters the values with which they began, and begin anew."""
+        self._give()
+        self.begun = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """A block in which the parameters have the values with which they began."""
+        if not self.begun:
+            yield
+            return
+        with torch.no_grad():
+            own = [part.clone() for part in self._parts.values()]
+            self._give()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                _copy([*self._parts.values()], own)
+
+    def _give(self) -> None:
+        _copy([*self._parts.values()], [self.start[part] for part in self._parts.values()])
+
+    def turn(self, parts: list[Tensor]) -> None:
+        """Turn values into how far they are from the start, or such distances into values."""
+        if parts:
+            torch._foreach_neg_(parts)
+            torch._foreach_add_(parts, [self.start[part] for part in parts])
+
+    def sample(self, parts: list[Tensor], device: torch.device) -> Tensor:
+        """Return 256 entries of how far the optimizer has moved parameters without decay, and their sum of squares."""
+        if self._positions.keys() != set(parts):
+            found = zip(parts, sampled([part.numel() for part in parts]), strict=True)
+            self._positions = {part: torch.from_numpy(where).to(part.device) for part, where in found}
+        entries = torch.zeros(ENTRIES, dtype=torch.float64, device=device)
+        end = 0
+        for part, where in self._positions.items():
+            if len(where):
+                moved = part.take(where).double() - self._decay[part] * self.start[part].take(where).double()
+                entries[end : end + len(where)] = moved.to(device)
+                end += len(where)
+        return torch.cat([entries, entries.square().sum().view(1)])
+
+    def grow(self, parts: list[Tensor], world: int) -> None:
+        """Multiply how far the optimizer has moved the parameters by s (`Lengths`), but for their decay."""
+        growth = self._lengths.factor(world)
+        if growth == 1.0 or not parts:
+            return
+        torch._foreach_mul_(parts, growth)
+        for part in parts:
+            if self._decay[part]:
+                part.sub_(self.start[part], alpha=(growth - 1.0) * self._decay[part])
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     # PyTorch refuses empty lists: all parameters may be frozen.
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _subtract(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_sub_(targets, sources)

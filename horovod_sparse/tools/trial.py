@@ -79,7 +79,7 @@ def _group() -> tuple[Any, Any]:
 
     # First, because it imports the other one.
     hvd: Any = import_module("horovod_sparse.torch")
-    from horovod_sparse.contrib.torch_local import transport_of
+    from horovod_sparse.contrib.torch_workers import transport_of
 
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -11,7 +11,7 @@ from horovod_sparse.torch import stock
 if stock.module is not None:
     from horovod.torch import *
 
-from horovod_sparse.contrib.torch_local import LocalUpdates as LocalUpdates
+from horovod_sparse.contrib.local_updates import LocalUpdates as LocalUpdates
 from horovod_sparse.public import *
 from horovod_sparse.torch.compressors import *
 from horovod_sparse.torch.hook import comm_hook as comm_hook

@@ -1,6 +1,6 @@
 """Reduces gradients over a group of ranks, in one order on all of them. Never imports Horovod.
 
-Where gradients come from is left to others: DDP's hook (`ddp`), FSDP (`fsdp`) and local updates (`contrib.torch_local`).
+Where gradients come from is left to others: DDP's hook (`ddp`), FSDP (`fsdp`) and local updates (`contrib.local_updates`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class GroupReducer(TensorReducer):
     def _agree(self, parameters: Sequence[Tensor]) -> None:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
         group = self._transport
-        new = {parameter: name for parameter, name in self._given_names.items() if parameter in self._step.gradients}
+        given, here, known = self._given_names, self._step.gradients, self._routes.names
+        new = {parameter: name for parameter, name in given.items() if parameter in here and parameter not in known}
         if not new:
             # Backward begins with the last parameters of the model.
             new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(parameters)])}

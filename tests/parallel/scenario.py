@@ -30,10 +30,10 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 MODULES = {
     "torch": (
         "training exchange gradients usage wrappers states scaling policies momentum disagreement "
-        "parameters local ahead compiled programs.laws programs.conservation"
+        "parameters local local_programs ahead compiled programs.laws programs.conservation"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.programs tf.states tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local ddp.sharded ahead scaling compiled programs.laws programs.conservation",
+    "ddp": "ddp.hook momentum local local_programs ddp.sharded ahead scaling compiled programs.laws programs.conservation",
 }
 """Where the scenarios of a framework are."""
 

@@ -1,0 +1,181 @@
+"""Who exchanges the movements of local updates, and what is refused. Imports Horovod only where it is used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.core.state import empty_state
+from horovod_sparse.torch import stock
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.group_reducer import GroupReducer
+from horovod_sparse.torch.parameters import check_memory, held, is_sharded, local_part
+
+
+class MovementReducer(GroupReducer):
+    """Reduces movements. What waits of a parameter that has none is set aside, and those that come later get buckets."""
+
+    @property
+    def exchanges(self) -> int:
+        """The number of those that buckets have made, also in a state that was loaded before the first."""
+        if self.pipeline is not None:
+            return max((bucket.state.step for bucket in self.pipeline.buckets), default=0)
+        return max((one["step"] for one in (self.deferred or {"adaptive": {}})["adaptive"].values()), default=0)
+
+    def exchange(self, movements: Mapping[Tensor, Tensor]) -> None:
+        """Replace the movements by their means over the workers, in their own memory."""
+        if not movements and not self.shards:
+            return
+        # A rank that holds nothing of what is sharded learns from the others whether the step has failed.
+        self._step.gradients.update(movements)
+        try:
+            self._take_all()
+        except BaseException:
+            # The other workers wait for what this one has not sent.
+            self.give_up()
+            raise
+        self._complete()
+
+    def residuals_of(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters for which something waits, and their residuals: also those of a state before the first exchange."""
+        pipeline, state = self.pipeline, self.deferred or empty_state()
+        residuals = state["residuals"] if pipeline is None else pipeline.residuals.views
+        if pipeline is not None and all(bucket.is_dense for bucket in pipeline.buckets):
+            return
+        for name, parameter in parameters.items():
+            residual = residuals.get(name) if parameter.requires_grad else None
+            # If the shape differs, the step raises.
+            if residual is not None and residual.shape == local_part(parameter).shape:
+                # A state that was loaded may be in the host's memory.
+                yield parameter, residual.to(parameter.device)
+
+    def _take_all(self) -> None:
+        if any(one not in self._routes.names for one in self._step.gradients):
+            self._agree([*self._step.gradients])
+        super()._take_all()
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._step.gradients.get(parameter)
+
+    def _target(self, parameter: Tensor) -> Tensor:
+        return self._step.gradients[parameter] if parameter in self._step.gradients else torch.empty_like(parameter)
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        raise RuntimeError(
+            "scale_with must not be called with local updates, because the scaler's gradients stay on their worker: call "
+            "scaler.step(local) and scaler.update()"
+        )
+
+
+def check_arguments(optimizer: object, model: object) -> None:
+    """Raise TypeError unless the optimizer and the model leave gradients on their worker."""
+    if not hasattr(optimizer, "param_groups") or not isinstance(model, nn.Module):
+        raise TypeError(
+            "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
+            f"{type(optimizer).__name__} and {type(model).__name__}"
+        )
+    if hasattr(optimizer, "_allreduce_grad_async"):
+        raise TypeError(
+            "optimizer must be a plain one with local updates, got one of hvd.DistributedOptimizer, which would average all "
+            "gradients; leave hvd.DistributedOptimizer out"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
+            "gradients; leave DistributedDataParallel out"
+        )
+
+
+def check_settings(c: TorchCompressor) -> None:
+    """Raise ValueError if a compressor does what has no meaning for movements of parameters."""
+    for name, value, needed, why in (
+        ("momentum", c.momentum_correction, None, "momentum is the optimizer's"),
+        ("clip", c.clip, None, "what it clips off a movement is lost; clip gradients before the optimizer steps"),
+        ("lr_in_residual", c.lr_in_residual, False, "residuals are in units of the parameters already"),
+    ):
+        if value != needed:
+            raise ValueError(f"compression must have {name}={needed!r} with local updates, got {value!r}: {why}")
+
+
+def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError if a state is none of local updates, or if its arrays have other shapes than those with `names`."""
+    absent = [part for part in ("steps", "lengths", "start", "moved", "compression") if part not in state]
+    if absent:
+        raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
+    mine = {name: tuple(part.shape) for part, name in names.items()}
+    theirs = {name: tuple(value.shape) for name, value in state["start"].items()}
+    if theirs and theirs != mine:
+        raise ValueError(f"the state's 'start' must have the shapes {mine}, got {theirs}; it is another model's")
+
+
+def refuse_steps(local: Any, optimizer: Any, steps: Callable[[Any], bool]) -> None:
+    """Let an optimizer of PyTorch raise where `local` does not step it, as long as `local` lives."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    here = weakref.ref(local)
+
+    def check(*_: object) -> None:
+        there = here()
+        if there is not None and not steps(there):
+            raise RuntimeError(
+                "step of LocalUpdates must be called in place of the optimizer's, which exchanges nothing; call local.step(), "
+                "or scaler.step(local)"
+            )
+
+    weakref.finalize(local, optimizer.register_step_pre_hook(check).remove)
+
+
+def names_of(optimizer: Any, model: nn.Module, known: Sequence[str] | None = None) -> dict[Tensor, str]:
+    """Return the optimizer's parameters with their names, in the order of the model. They must be those that are `known`."""
+    moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p in moved}
+    if len(names) < len(moved):
+        raise ValueError(
+            f"optimizer must have parameters of the model only, got {len(moved) - len(names)} others; they would drift apart"
+        )
+    if known is not None and [*names.values()] != known:
+        raise ValueError(
+            f"optimizer must have the parameters {known}, with which LocalUpdates was made, got {[*names.values()]}; "
+            "make it again after parameters were added"
+        )
+    return names
+
+
+def placed(
+    model: nn.Module, names: Mapping[Tensor, str], group: Any
+) -> tuple[dict[Tensor, Tensor], Group, Sequence[Group]]:
+    """Return the parts of the parameters that are here, what joins the workers, and what joins the ranks of this one."""
+    if any(map(is_sharded, names)):
+        # They take a second to import.
+        from torch.distributed.fsdp import FSDPModule
+
+        from horovod_sparse.torch import fsdp
+
+        if isinstance(model, FSDPModule):
+            parts, mesh = held(names), fsdp.mesh_of(model, names)
+            check_memory({part: names[parameter] for parameter, part in parts.items()})
+            device = next(iter(parts.values())).device
+            return parts, fsdp.replicas_of(group, mesh, device), fsdp.shards_of(mesh, device)
+    check_memory(names)
+    return held(names), transport_of(group, next(iter(names)).device), ()
+
+
+def transport_of(group: Any, device: torch.device) -> Group:
+    """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
+    with_horovod = stock.module is not None and stock.module.is_initialized()
+    if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
+        from horovod_sparse.contrib.horovod_group import HorovodGroup
+
+        return HorovodGroup(stock.module.global_process_set if group is None else group)
+    if not dist.is_initialized():
+        raise ValueError(
+            "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() first"
+        )
+    return Group(group, device)

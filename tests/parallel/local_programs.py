@@ -1,0 +1,456 @@
+"""Scenarios: programs as users write them, which must train by local updates as they do by dense averages.
+
+With SGD without momentum, `every=1` and everything sent, the parameters are those of dense averages. With AdamW and a small
+ratio, the loss is near dense AdamW's, and the parameters are equal on all ranks to the bit whenever they are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from horovod_sparse.contrib.torch_workers import transport_of
+from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.torch import LocalUpdates, SIDCo
+
+from .common import DEVICE, assert_close, assert_identical, everyone, hvd, raised
+from .programs.table import inputs_of, labels_of, net
+from .scenario import MPI_2, TORCHRUN_2, Scenario, scenario
+
+PAIR = (MPI_2, TORCHRUN_2)
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+SGD: Optimizer = partial(torch.optim.SGD, lr=0.1)
+ADAMW: Optimizer = partial(torch.optim.AdamW, lr=5e-3, weight_decay=0.1)
+STEPS = 40
+
+
+class Dense:
+    """Averages all gradients and steps the optimizer: what local updates stand beside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.optimizer, self.model = optimizer, model
+        self.param_groups = optimizer.param_groups
+        self.transport = transport_of(None, torch.device(DEVICE))
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def average(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    total = self.transport.start(Collective("allreduce", own.clone()))()
+                    if total.any() or parameter.grad is not None:
+                        parameter.grad = total / self.transport.world
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        if closure is not None:
+            closure()
+        self.average()
+        self.optimizer.step()
+
+    def ahead(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    shared = ahead
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a program's optimizer becomes one of all workers."""
+
+    optimizer: Optimizer
+    make: Callable[[torch.optim.Optimizer, nn.Module], Any]
+    ahead: bool = False
+    """Whether gradients are computed ahead."""
+
+    def wrap(self, model: nn.Module, parameters: Any = None) -> Any:
+        return self.make(self.optimizer(model.parameters() if parameters is None else parameters), model)
+
+    def backward(self, local: Any, model: Callable[[Tensor], Tensor], step: int) -> Tensor:
+        with local.ahead() if self.ahead else nullcontext():
+            loss = loss_of(model, step)
+            loss.backward()
+        return loss
+
+    def train(self, local: Any, model: nn.Module, steps: range) -> None:
+        for step in steps:
+            local.zero_grad()
+            self.backward(local, model, step)
+            local.step()
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int, rank: int | None = None) -> Tensor:
+    rank = hvd.rank() if rank is None else rank
+    return F.cross_entropy(model(inputs_of(step, rank)), labels_of(step % 7, rank))
+
+
+# --- programs ---
+
+
+def plain(way: Way) -> nn.Module:
+    model = net()
+    way.train(way.wrap(model), model, range(STEPS))
+    return model
+
+
+def groups_and_a_rate_that_begins_with_zero(way: Way) -> nn.Module:
+    """One group has a rate of zero throughout, and moves nothing."""
+    model = net()
+    first, second, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.0}, {"params": [second], "weight_decay": 0.0}, {"params": others}]
+    local, before = way.wrap(model, groups), first.detach().clone()
+    schedule = torch.optim.lr_scheduler.LambdaLR(local.optimizer, lambda step: min(step / 3, 1.0))
+    for step in range(STEPS):
+        way.train(local, model, range(step, step + 1))
+        schedule.step()
+    assert torch.equal(first, before)
+    return model
+
+
+def accumulation(way: Way) -> nn.Module:
+    model = net()
+    local = way.wrap(model)
+    for step in range(STEPS):
+        local.zero_grad()
+        for part in range(2):
+            way.backward(local, model, 2 * step + part)
+        local.step()
+    return model
+
+
+def a_closure(way: Way) -> nn.Module:
+    model = net()
+    local = way.wrap(model)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            local.zero_grad()
+            return way.backward(local, model, step)
+
+        local.step(closure)
+    return model
+
+
+def writes_between_backward_and_step(way: Way) -> nn.Module:
+    """A clamp that changes nothing, and decay by hand."""
+    model = net()
+    local = way.wrap(model)
+    for step in range(STEPS):
+        local.zero_grad()
+        way.backward(local, model, step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-10.0, 10.0)
+                parameter.mul_(0.999)
+        local.step()
+    return model
+
+
+def a_clamp_after_every_step(way: Way) -> nn.Module:
+    model = net()
+    local = way.wrap(model)
+    for step in range(STEPS):
+        way.train(local, model, range(step, step + 1))
+        with torch.no_grad(), local.shared():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.3, 0.3)
+    return model
+
+
+def sharpness_aware(way: Way) -> nn.Module:
+    """Two passes per step, the second at parameters that the same perturbation has moved on all ranks."""
+    model = net()
+    local = way.wrap(model)
+    for step in range(STEPS):
+        with torch.no_grad():
+            away = [0.01 * torch.sign(parameter) for parameter in model.parameters()]
+            kept = [parameter.clone() for parameter in model.parameters()]
+            torch._foreach_add_([*model.parameters()], away)
+        local.zero_grad()
+        way.backward(local, model, step)
+        with torch.no_grad():
+            torch._foreach_copy_([*model.parameters()], kept)
+        local.step()
+    return model
+
+
+def weights_loaded_half_way(way: Way) -> nn.Module:
+    """And a new head."""
+    model = net()
+    local = way.wrap(model)
+    way.train(local, model, range(STEPS // 2))
+    other = net(seed=5)
+    with local.shared():
+        model[0].load_state_dict(other[0].state_dict())
+        model[-1].load_state_dict(other[-1].state_dict())
+    way.train(local, model, range(STEPS // 2, STEPS))
+    return model
+
+
+def averages_of_weights(way: Way) -> nn.Module:
+    """After the step, and of a model that forward has run through."""
+    model = net()
+    local, average = way.wrap(model), AveragedModel(model)
+    for step in range(STEPS):
+        way.train(local, model, range(step, step + 1))
+        with local.shared():
+            average.update_parameters(model)
+            copied = copy.deepcopy(model)
+            assert_close(copied, model, rtol=0.0, atol=0.0)
+    assert_identical(average.module)
+    return model
+
+
+def tied_unused_and_frozen_parameters(way: Way) -> nn.Module:
+    """The frozen one is the optimizer's, too."""
+    model = net(sizes=(16, 16, 16, 4))
+    model[2].weight = model[0].weight
+    model.unused = nn.Linear(30, 30)
+    model[2].bias.requires_grad_(False)
+    local = way.wrap(model)
+    for step in range(STEPS):
+        local.zero_grad()
+        with local.ahead() if way.ahead else nullcontext():
+            x = torch.tanh(model[0](inputs_of(step, hvd.rank())))
+            F.cross_entropy(model[4](torch.tanh(model[2](x))), labels_of(step % 7, hvd.rank())).backward()
+        local.step()
+    del model.unused
+    return model
+
+
+def layers_that_thaw_and_freeze(way: Way) -> nn.Module:
+    model = net()
+    model[0].requires_grad_(False)
+    local = way.wrap(model)
+    for step in range(STEPS):
+        if step in (8, 24):
+            model[0].requires_grad_(step == 8)
+            model[2].requires_grad_(step == 24)
+            local.zero_grad()
+        way.train(local, model, range(step, step + 1))
+    return model
+
+
+def two_models(way: Way) -> nn.Module:
+    one, other = net(seed=1), net(seed=2)
+    first, second = way.wrap(one), way.wrap(other)
+    for step in range(STEPS):
+        way.train(first, one, range(step, step + 1))
+        way.train(second, other, range(step, step + 1))
+    return nn.ModuleList([one, other])
+
+
+def one_optimizer_for_each_parameter(way: Way) -> nn.Module:
+    """Each steps as soon as backward has its gradient."""
+    model = net()
+    for parameter in model.parameters():
+        local = way.wrap(model, [parameter])
+
+        def step_at_once(_: Tensor, local: Any = local) -> None:
+            local.step()
+            local.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+    return model
+
+
+def compiled(way: Way) -> nn.Module:
+    model = net()
+    local, faster = way.wrap(model), torch.compile(model, backend="eager")
+    for step in range(STEPS):
+        local.zero_grad()
+        way.backward(local, faster, step)
+        local.step()
+    return model
+
+
+def a_loss_scaler(way: Way) -> nn.Module:
+    model = net()
+    local, scaler = way.wrap(model), torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
+    for step in range(STEPS):
+        local.zero_grad()
+        with local.ahead() if way.ahead else nullcontext():
+            scaler.scale(loss_of(model, step)).backward()
+        if isinstance(local, Dense):
+            scaler.unscale_(local.optimizer)
+            local.step()
+        else:
+            scaler.step(local)
+        scaler.update()
+    return model
+
+
+PROGRAMS = (
+    plain,
+    groups_and_a_rate_that_begins_with_zero,
+    accumulation,
+    a_closure,
+    writes_between_backward_and_step,
+    a_clamp_after_every_step,
+    sharpness_aware,
+    weights_loaded_half_way,
+    averages_of_weights,
+    tied_unused_and_frozen_parameters,
+    layers_that_thaw_and_freeze,
+    two_models,
+    one_optimizer_for_each_parameter,
+    compiled,
+    a_loss_scaler,
+)
+
+
+# --- laws ---
+
+
+def sending_all_is_dense(program: Any) -> None:
+    dense = program(Way(SGD, Dense))
+    assert_close(program(Way(SGD, LocalUpdates)), dense, rtol=1e-4, atol=1e-6)
+
+
+def sparse_ends_near_dense(program: Any) -> None:
+    """On the data of the last steps, of all ranks, with `every` 1 and 4 and ahead."""
+
+    def loss(model: nn.Module) -> float:
+        models = [*model] if isinstance(model, nn.ModuleList) else [model]
+        steps = range(STEPS - 7, STEPS)
+        with torch.no_grad():
+            found = [loss_of(one, s, rank) for one in models for s in steps for rank in range(hvd.size())]
+        return float(torch.stack(found).mean())
+
+    begins, dense = loss(net()), loss(program(Way(ADAMW, Dense)))
+    for every, ahead in ((1, False), (1, True), (4, True)):
+        kept: list[LocalUpdates] = []
+
+        def make(
+            optimizer: torch.optim.Optimizer, model: nn.Module, every: int = every, kept: list[LocalUpdates] = kept
+        ) -> Any:
+            kept.append(LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0), every=every))
+            return kept[-1]
+
+        model = program(Way(ADAMW, make, ahead))
+        for local in kept:
+            local.synchronize()
+        assert_identical(model)
+        # A third of what training has gained is more than any of these programs loses, and what diverges has lost all.
+        assert loss(model) < dense + (begins - dense) / 3, (every, ahead, loss(model), dense, begins)
+
+
+def _mark(law: Any, quick: tuple[Any, ...]) -> None:
+    law.scenarios = [Scenario(f"{law.__name__}[{one.__name__}]", law, (one,), PAIR, one in quick) for one in PROGRAMS]
+
+
+_mark(sending_all_is_dense, (plain, writes_between_backward_and_step, layers_that_thaw_and_freeze))
+_mark(sparse_ends_near_dense, (plain, layers_that_thaw_and_freeze))
+
+
+# --- what one rank alone meets ---
+
+
+@scenario(*PAIR, cases={"by a norm": ("norm",), "by the argument": ("argument",), "by a scaler": ("scaler",)})
+def a_step_that_one_rank_leaves_out_moves_by_the_others(how: str) -> None:
+    model = net()
+    compression, optimizer = SIDCo(0.1, min_numel=0), ADAMW(model.parameters())
+    local: Any = LocalUpdates(optimizer, model, compression, skip_nonfinite=how == "argument")
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=how == "scaler")
+    for step in range(12):
+        local.zero_grad()
+        spoiled = float("inf") if (step, hvd.rank()) == (5, 1) else 1.0
+        scaler.scale(loss_of(model, step) * spoiled).backward()
+        before = next(model.parameters()).detach().clone()
+        finite = all(bool(one.grad.isfinite().all()) for one in model.parameters())
+        if how == "norm" and not finite:
+            local.skip()
+        else:
+            scaler.step(local)
+            scaler.update()
+        assert not torch.equal(next(model.parameters()), before)
+        assert_identical(model)
+    assert all(bool(one.isfinite().all()) for one in model.parameters())
+    if how == "scaler":
+        assert everyone(scaler.get_scale()) == [2.0**8, 2.0**7]
+
+
+@scenario(*PAIR)
+def not_a_number_on_one_rank_comes_out_on_all() -> None:
+    """As with a dense average. The residuals are finite, and go on where weights are loaded again."""
+    model = net()
+    local = LocalUpdates(SGD(model.parameters()), model, SIDCo(0.1, min_numel=0, warmup=None))
+    way = Way(SGD, LocalUpdates)
+    way.train(local, model, range(4))
+    good = copy.deepcopy(model.state_dict())
+    local.zero_grad()
+    (loss_of(model, 4) * (float("nan") if hvd.rank() else 1.0)).backward()
+    local.step()
+    assert not any(bool(one.isfinite().all()) for one in model.parameters())
+    assert all(bool(one.isfinite().all()) for one in local.compression.state_dict()["residuals"].values())
+    model.load_state_dict(good)
+    way.train(local, model, range(5, 9))
+    assert_identical(model)
+    assert all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+@scenario(*PAIR, cases={"one, every step": ((1,), 1), "all, every step": ((0, 1), 1), "one, every third": ((1,), 3)})
+def a_step_that_raises_and_is_caught_raises_on_all(ranks: tuple[int, ...], every: int) -> None:
+    """Parameters are those of the last exchange then, and training goes on."""
+
+    class Raises(torch.optim.AdamW):
+        raises = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            if self.raises:
+                raise ArithmeticError("half-way")
+            return result
+
+    model = net()
+    optimizer = Raises(model.parameters(), lr=5e-3)
+    local, way = LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0), every=every), Way(SGD, LocalUpdates)
+    way.train(local, model, range(2 * every))
+    before = copy.deepcopy(model.state_dict())
+    way.train(local, model, range(every - 1))
+    optimizer.raises = hvd.rank() in ranks
+    mine = ArithmeticError if optimizer.raises else RuntimeError
+    text = raised(mine, lambda: way.train(local, model, range(every - 1, every)))
+    assert "half-way" in text
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name])
+    optimizer.raises = False
+    way.train(local, model, range(2 * every))
+    assert_identical(model)
+
+
+@scenario(*PAIR)
+def a_forward_pass_moves_nothing() -> None:
+    model = net()
+    local = LocalUpdates(ADAMW(model.parameters()), model, SIDCo(0.02, min_numel=0, warmup=None))
+    Way(SGD, LocalUpdates).train(local, model, range(5))
+    before = copy.deepcopy(model.state_dict())
+    model(inputs_of(0, 0))
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@scenario(*PAIR)
+def parameters_that_are_not_trained_are_not_sent() -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    model[0].requires_grad_(False)
+    local = LocalUpdates(ADAMW(model.parameters()), model, SIDCo(1.0, min_numel=0))
+    model(torch.ones(3, 100)).square().sum().backward()
+    local.step()
+    assert local.compression.stats().last.dense_bytes_sent + local.compression.stats().last.total.bytes_sent <= 8 * 1010
+    assert not any("0." in name for name in local.compression.state_dict()["residuals"])
