@@ -2,11 +2,11 @@
 
 theta_r are worker r's parameters after H = `every` steps of its optimizer from the shared theta, and s the growth of `Lengths`:
 
-    Delta_r = s (theta - theta_r)
+    Delta_r = s (theta_r - theta)
     e_r     = e_r + Delta_r
     sent_r  = the entries of e_r that the compressor selects
     e_r     = e_r - sent_r
-    theta   = theta - mean(sent_r)
+    theta   = theta + mean(sent_r)
 
 This is SparseLoCo (https://arxiv.org/abs/2508.15706) without decay of e and without an outer learning rate, and with s.
 """
@@ -170,7 +170,7 @@ class LocalUpdates:
             self._exchange()
 
     def ahead(self, coefficient: float = 0.5) -> AbstractContextManager[None]:
-        """A block for forward and backward in which this worker's parameters are at `theta - coefficient e / s`.
+        """A block for forward and backward in which this worker's parameters are at `theta + coefficient e / s`.
 
         What a worker has found and not sent yet is then not lost to its gradients. When the block ends, the parameters are what
         they were, bit by bit. The copies have the memory of the parameters.
@@ -229,7 +229,7 @@ class LocalUpdates:
     @uncompiled
     @torch.no_grad()
     def _exchange(self, problem: Exception | None = None) -> None:
-        """Replace the values of the parameters by those of the start, less the mean of what all workers send."""
+        """Replace the values of the parameters by those of the start, plus the mean of what all workers send."""
         movement, parts = self._movement, [part for part in self._names if part in self._moved]
         # Not later: also if this exchange fails, all workers count from here.
         self._steps, self._moved = 0, {}
@@ -239,7 +239,7 @@ class LocalUpdates:
                 names_of(self.optimizer, self._model, self._known)
             except ValueError as error:
                 problem = problem or error
-            movement.turn(parts)
+            movement.take_away(parts)
             # Workers may train other parameters than before. Then they compare what they train.
             trained = [self._names[part] for part in parts]
             self._meeting.compares |= trained != self._trained
@@ -247,7 +247,7 @@ class LocalUpdates:
             found = self._meeting.meet(self._age, sample, problem, lambda: self._describe(parts))
             movement.grow(parts, self._transport.world)
             self._reducer.exchange({part: part.detach() for part in parts})
-            movement.turn(parts)
+            movement.add_to(parts)
         except BaseException:
             movement.restore()
             self._meeting.compares = True
@@ -267,8 +267,8 @@ class LocalUpdates:
         }
 
     def _waiting(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor, float]]:
-        """Return the parameters for which something waits, their residuals, and 1/s, which makes these movements."""
-        unit = 1.0 / self._lengths.factor(self._transport.world)
+        """Return the parameters for which something waits, their residuals, and -1/s, which makes these movements."""
+        unit = -1.0 / self._lengths.factor(self._transport.world)
         return [(one, residual, unit) for one, residual in self._reducer.residuals_of(parameters)]
 
     # --- state ---

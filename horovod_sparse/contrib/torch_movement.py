@@ -17,7 +17,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Movement:
-    """Where parameters began, and how far they have moved from there: `x <- start - x` and back, in their own memory.
+    """Where parameters began, and how far they have moved from there: `x <- x - start` and back, in their own memory.
 
     `start` has the memory of one copy of the parameters, which is kept from step to step because new memory takes longer.
     """
@@ -82,10 +82,14 @@ class Movement:
     def _give(self) -> None:
         _copy([*self._parts.values()], [self.start[part] for part in self._parts.values()])
 
-    def turn(self, parts: list[Tensor]) -> None:
-        """Turn values into how far they are from the start, or such distances into values."""
+    def take_away(self, parts: list[Tensor]) -> None:
+        """Turn values into how far they are from the start."""
         if parts:
-            torch._foreach_neg_(parts)
+            torch._foreach_sub_(parts, [self.start[part] for part in parts])
+
+    def add_to(self, parts: list[Tensor]) -> None:
+        """Turn how far values are to be from the start into these values."""
+        if parts:
             torch._foreach_add_(parts, [self.start[part] for part in parts])
 
     def sample(self, parts: list[Tensor], device: torch.device) -> Tensor:
@@ -97,7 +101,7 @@ class Movement:
         end = 0
         for part, where in self._positions.items():
             if len(where):
-                moved = part.take(where).double() - self._decay[part] * self.start[part].take(where).double()
+                moved = part.take(where).double() + self._decay[part] * self.start[part].take(where).double()
                 entries[end : end + len(where)] = moved.to(device)
                 end += len(where)
         return torch.cat([entries, entries.square().sum().view(1)])
@@ -110,7 +114,7 @@ class Movement:
         torch._foreach_mul_(parts, growth)
         for part in parts:
             if self._decay[part]:
-                part.sub_(self.start[part], alpha=(growth - 1.0) * self._decay[part])
+                part.add_(self.start[part], alpha=(growth - 1.0) * self._decay[part])
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

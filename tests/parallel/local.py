@@ -85,17 +85,17 @@ def local_updates_follow_the_formulas(every: int, divides: bool, decay: float = 
         drifts = []
         for rank in range(hvd.size()):
             made = [moves(every * outer + step, rank) for step in range(every)]
-            drifts.append({name: -np.sum([one[name] for one in made], axis=0) for name in SHAPES})
+            drifts.append({name: np.sum([one[name] for one in made], axis=0) for name in SHAPES})
         factor = np.float32(lengths.factor if divides else 1.0)
         lengths.note([[one.ravel() for one in drift.values()] for drift in drifts])
         drifts = [
-            {name: factor * one + np.float32(0.5 * decay) * shared[name] for name, one in drift.items()}
+            {name: factor * one - np.float32(0.5 * decay) * shared[name] for name, one in drift.items()}
             for drift in drifts
         ]
         means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
         means[SMALL] = np.stack([one[SMALL] for one in drifts]).mean(axis=0, dtype=np.float32)
         for name, mean in means.items():
-            shared[name] = shared[name] - mean
+            shared[name] = shared[name] + mean
             found = parameters[name].numpy().copy()
             np.testing.assert_allclose(found, shared[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, {outer}")
             # Rounding must not choose other entries in later steps.
@@ -165,14 +165,14 @@ def nothing_of_local_updates_is_lost(every: int) -> None:
         theirs = everyone(here)
         total = np.mean([np.array(mine, dtype=np.float64) for mine, _ in theirs], axis=0)
         waiting = np.mean([np.array(mine, dtype=np.float64) for _, mine in theirs], axis=0)
-        np.testing.assert_allclose(one.detach().numpy() - waiting.reshape(one.shape), total, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(one.detach().numpy() + waiting.reshape(one.shape), total, rtol=1e-4, atol=1e-5)
         assert np.abs(waiting).max() > 0.01
     assert_identical(model)
 
 
 @scenario(MPI_2, TORCHRUN_2, cases={"every step": (1,), "every third": (EVERY,)})
 def gradients_ahead_know_of_what_waits(every: int) -> None:
-    """They are those at theta_r - c e_r / s. The parameters are what they were when the block ends."""
+    """They are those at theta_r + c e_r / s. The parameters are what they were when the block ends."""
     model, local = pulled(torch.optim.Adam, every=every)
     for step in range(2 * every + 1):
         pull(model, local, step)
@@ -182,7 +182,7 @@ def gradients_ahead_know_of_what_waits(every: int) -> None:
         model({name: torch.zeros_like(one) for name, one in before.items()}).backward()
         inside = model.seen
     for name, one in before.items():
-        torch.testing.assert_close(inside[name], one - 0.5 / s * waits[name].view(one.shape))
+        torch.testing.assert_close(inside[name], one + 0.5 / s * waits[name].view(one.shape))
         assert not torch.equal(inside[name], one)
     assert same(before, model.values()) and s > 1.0
 
