@@ -249,7 +249,8 @@ def learned(name: str, suite: Suite, aim: str) -> str:
         first, made = known(suite=name, row=row, kind="training")[0], curves(name, row)
         tried = ", ".join(f"{end:.3f} ({rate})" for rate, end in first["tried"].items())
         steps = [curve.reached(target(name), curve.steps) or math.inf for curve in made]
-        counted = not suite.rows[row].hook or "--ratio" in suite.rows[row].options
+        hook, options = suite.rows[row].hook, suite.rows[row].options
+        counted = not hook or hook.startswith("DiLoCo") or "--ratio" in options
         sent = f"{made[0].bytes_per_step:,.0f}" if counted else "not counted"
         ends = ", ".join(f"{curve.last:.3f}" for curve in made)
         rows.append([row, f"{first['rate']:g}", tried, ends, ", ".join(map(written, steps)), sent])

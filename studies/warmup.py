@@ -218,6 +218,19 @@ def train(of: Setting) -> dict[str, float]:
     return {"loss": task.data.evaluate(model, held_out), "exchanges": sent / dense}
 
 
+def price(ratio: float, c: float, workers: int) -> tuple[int, float]:
+    """How many steps the warm-up lasts, and how many dense exchanges it costs over what the final ratio sends in them."""
+    numel, compression = 2**24, sparse.SIDCo(ratio, warmup=c)
+    dense, first = allreduce_bytes(4 * numel, workers), compression.first_sparse_step(workers)
+
+    def sent(in_step: float | None) -> float:
+        return sum(one.bytes_sent(workers) for one in compression.rounds(numel, in_step, workers)) / dense
+
+    stairs = [stair for stair in compression.warmup_stairs() if stair.start >= first]
+    total = first + sum(len(stair) * sent(compression.ratio_at(stair.start)) for stair in stairs)
+    return stairs[-1].stop, total - stairs[-1].stop * sent(None)
+
+
 class Log:
     """The results of all runs, in a file."""
 
@@ -272,6 +285,12 @@ def main() -> None:
             table.append([str(workers), str(steps), f"{rate:g}", *shown])
     print(f"{args.task}, {args.optimizer}, {args.seeds} seeds\n")
     print(markdown.table(header, table, 5))
+    for ratio, workers in itertools.product(args.ratios, args.workers):
+        for c in sorted({c for c, _ in map(ROWS.__getitem__, args.rows) if c is not None}):
+            steps, more = price(ratio, c, workers)
+            print(
+                f"SIDCo({ratio:g}, warmup={c:g}), {workers} workers: {more:.0f} dense exchanges more, in {steps} steps"
+            )
 
 
 if __name__ == "__main__":

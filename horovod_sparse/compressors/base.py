@@ -100,7 +100,7 @@ class Compressor(ABC):
     default_slack: ClassVar[float] = 1.0
     needs_sums: ClassVar[bool] = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
-    default_warmup: ClassVar[float | None] = 8.0
+    default_warmup: ClassVar[float | None] = 16.0
     """c of `warmup="auto"`."""
     default_exchange: ClassVar[Exchange] = Pairs()
     chooses: ClassVar[tuple[Choice, ...]] = ("own",)

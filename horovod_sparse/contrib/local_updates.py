@@ -214,7 +214,7 @@ class LocalUpdates:
         """Note where the parameters are, and which of them this step trains."""
         follow(self._parts)
         self._movement.begin()
-        still = {parameter for group in self.param_groups if not group["lr"] for parameter in group["params"]}
+        still = {parameter for group in self.param_groups if group.get("lr") == 0 for parameter in group["params"]}
         for whole, part in self._parts.items():
             # One that is frozen and has a gradient is moved by the optimizer.
             if whole not in still and (whole.requires_grad or whole.grad is not None):

@@ -224,16 +224,6 @@ class Bucket:
         self._all_taken = True
         return self.buffer
 
-    def sent_of_all(self) -> Array:
-        """Return what this rank sends, as an array of all entries, once the only collective of the exchange has begun."""
-        self._recall()
-        if self._all_taken:
-            return self.buffer
-        array = self.ops.zeros(self.numel, self.layout.residual_dtype, self.buffer)
-        for indices, values in self._taken:
-            array[indices] = values - self.buffer[indices]
-        return array
-
     def drop_rest(self) -> None:
         """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
         if not self.compressor.residual:

@@ -342,17 +342,12 @@ class Pipeline:
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
-        self.decay(factor)
-        self.velocities.rescale(factor)
-        for bucket in self.buckets:
-            bucket.state.rescale(factor)
-
-    def decay(self, factor: float) -> None:
-        """Multiply residuals, but nothing else, by `factor`. Call it between steps, on all ranks."""
         if factor != 1.0:
             self.residuals.rescale(factor)
-            for bucket in self.buckets:
-                bucket.forget()
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parallel
 
 LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
-FEW, ALL = 39, 60
+FEW, ALL = 63, 84
 """Numbers of steps, or of epochs: in the first ones everything is sent. All scripts save in every third step or epoch."""
 
 _ENDING = "\ndel model, optimizer"
