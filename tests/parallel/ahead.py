@@ -13,14 +13,14 @@ from torch import Tensor
 from horovod_sparse.torch import MomentumCorrection, NoOp, RandomBlock, TopK
 
 from .common import IN_DDP, assert_identical, digest, distributed, hvd, normals, raised
-from .local import SHAPES, Pulled
+from .local import PULLED, Pulled
 from .scenario import MPI, TORCHRUN, scenario
 
 RATES = (0.1, 0.1, 0.2, 0.05, 0.05, 0.1)
 
 
 def _points(step: int) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(normals(shape, step=step, rank=hvd.rank())) for name, shape in SHAPES.items()}
+    return {name: torch.from_numpy(normals(shape, step=step, rank=hvd.rank())) for name, shape in PULLED.items()}
 
 
 def _made(compression: Any = None, make: Any = torch.optim.SGD, **settings: Any) -> tuple[Pulled, Any, Any, Any]:
@@ -56,7 +56,7 @@ def gradients_are_those_of_moved_parameters(
         torch.testing.assert_close(bowl.values(), before, rtol=0.0, atol=0.0)
         optimizer.step()
         unit = 1.0 if compression.lr_in_residual else rate
-        for name in SHAPES:
+        for name in PULLED:
             moved = before[name] - coefficient * unit * kept.get(name, 0.0)
             torch.testing.assert_close(seen[name], moved - points[name], rtol=1e-5, atol=1e-6)
     return bowl

@@ -104,13 +104,15 @@ def local_updates_follow_the_formulas(every: int, divides: bool, decay: float = 
     assert factor > 1.0 if divides else factor == 1.0
 
 
+PULLED: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,)}
+
+
 class Pulled(nn.Module):
     """Half the squared distance of its parameters from points: gradients are what the forward pass sees, less the points."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.zeros(40, 50))
-        self.second = nn.Parameter(torch.zeros(3000))
+        self.first, self.second = (nn.Parameter(torch.zeros(*shape)) for shape in PULLED.values())
         self.seen: Tensors = {}
 
     def forward(self, points: Tensors) -> torch.Tensor:
