@@ -109,6 +109,7 @@ class LocalUpdates:
         # A rank may hold nothing of a sharded parameter.
         self._parts = {whole: part for whole, part in parts.items() if part.numel()}
         self._names = {part: names[whole] for whole, part in self._parts.items()}
+        self._by_name = {self._names[part]: whole for whole, part in self._parts.items()}
         self._lengths = Lengths()
         self._lengths.grow = divides(optimizer.param_groups) if grow is None else bool(grow)
         self._movement = Movement(self._parts, self._lengths)
@@ -182,8 +183,7 @@ class LocalUpdates:
             RuntimeError: something has written to parameters within the block.
         """
         check_number("coefficient", coefficient, "in [0, 1]", lambda c: 0.0 <= c <= 1.0)
-        by_name = {self._names[part]: whole for whole, part in self._parts.items()}
-        return self._ahead.block(by_name, coefficient, self._waiting)
+        return self._ahead.block(self._by_name, coefficient, self._waiting)
 
     def shared(self) -> AbstractContextManager[None]:
         """A block in which parameters are those of the last exchange, the same on all workers, also on one worker alone."""

@@ -94,10 +94,13 @@ class Movement:
 
     def sample(self, parts: list[Tensor], device: torch.device) -> Tensor:
         """Return 256 entries of how far the optimizer has moved parameters without decay, and their sum of squares."""
+        entries = torch.zeros(ENTRIES, dtype=torch.float64, device=device)
+        if not self._lengths.grow:
+            # The message has the same length on all workers also where they are told that not all grow.
+            return torch.cat([entries, entries[:1]])
         if self._positions.keys() != set(parts):
             found = zip(parts, sampled([part.numel() for part in parts]), strict=True)
             self._positions = {part: torch.from_numpy(where).to(part.device) for part, where in found}
-        entries = torch.zeros(ENTRIES, dtype=torch.float64, device=device)
         end = 0
         for part, where in self._positions.items():
             if len(where):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.group_reducer import GroupReducer
-from horovod_sparse.torch.parameters import check_memory, held, is_sharded, local_part
+from horovod_sparse.torch.parameters import check_memory, held, is_sharded
 
 
 class MovementReducer(GroupReducer):
@@ -42,19 +41,6 @@ class MovementReducer(GroupReducer):
             self.give_up()
             raise
         self._complete()
-
-    def residuals_of(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parameters for which something waits, and their residuals: also those of a state before the first exchange."""
-        pipeline, state = self.pipeline, self.deferred or empty_state()
-        residuals = state["residuals"] if pipeline is None else pipeline.residuals.views
-        if pipeline is not None and all(bucket.is_dense for bucket in pipeline.buckets):
-            return
-        for name, parameter in parameters.items():
-            residual = residuals.get(name) if parameter.requires_grad else None
-            # If the shape differs, the step raises.
-            if residual is not None and residual.shape == local_part(parameter).shape:
-                # A state that was loaded may be in the host's memory.
-                yield parameter, residual.to(parameter.device)
 
     def _take_all(self) -> None:
         if any(one not in self._routes.names for one in self._step.gradients):

@@ -20,7 +20,7 @@ from horovod_sparse.exchange.protocols import Collective
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 _ROOM = 4096
-"""Bytes of the first message with a value. What is told in every exchange fits, and takes one round trip."""
+"""Bytes of the first message with a value. What is told of a small model fits, and takes one round trip."""
 
 
 class Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,10 +241,6 @@ class TensorReducer(Store):
         Raises:
             ValueError: residuals hold gradients, and nothing tells the learning rates.
         """
-        pipeline, state = self.pipeline, self.deferred or empty_state()
-        residuals = state["residuals"] if pipeline is None else pipeline.residuals.views
-        if pipeline is not None and all(bucket.is_dense for bucket in pipeline.buckets):
-            return []
         in_updates = self.compressor.lr_in_residual
         if self.optimizer is None and not in_updates:
             raise ValueError(
@@ -253,16 +249,24 @@ class TensorReducer(Store):
             )
         groups = [] if in_updates else self.optimizer.param_groups
         rates = {one: float(group["lr"]) for group in groups for one in group["params"]}
+        return [
+            (one, residual, 1.0 if in_updates else rates.get(one, 0.0))
+            for one, residual in self.residuals_of(parameters)
+        ]
+
+    def residuals_of(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters for which something waits, and their residuals; between two steps, or before the first one."""
+        pipeline, state = self.pipeline, self.deferred or empty_state()
+        residuals = state["residuals"] if pipeline is None else pipeline.residuals.views
+        if pipeline is not None and all(bucket.is_dense for bucket in pipeline.buckets):
+            return
         names = {parameter: name for name, parameter in self._routes.in_buckets.items()}
-        found = []
         for name, parameter in parameters.items():
             residual = residuals.get(names.get(parameter, name)) if parameter.requires_grad else None
+            # If the shape differs, the step raises.
             if residual is not None and residual.shape == local_part(parameter).shape:
                 # A state that was loaded may be in the host's memory.
-                found.append(
-                    (parameter, residual.to(parameter.device), 1.0 if in_updates else rates.get(parameter, 0.0))
-                )
-        return found
+                yield parameter, residual.to(parameter.device)
 
     # --- a loss scaler ---
 
