@@ -104,15 +104,23 @@ def plain(way: Way) -> nn.Module:
     return model
 
 
-def groups_and_a_rate_that_begins_with_zero(way: Way) -> nn.Module:
-    """One group has a rate of zero throughout, and moves nothing."""
+def groups_whose_rates_are_zero(way: Way) -> nn.Module:
+    """One throughout, one from the middle on, when something of it waits, and the others in the first step."""
     model = net()
     first, second, *others = model.parameters()
-    groups = [{"params": [first], "lr": 0.0}, {"params": [second], "weight_decay": 0.0}, {"params": others}]
+    groups = [
+        {"params": [first], "lr": 0.0},
+        {"params": [others.pop(0)], "weight_decay": 0.0},
+        {"params": [second, *others]},
+    ]
     local, before = way.wrap(model, groups), first.detach().clone()
-    schedule = torch.optim.lr_scheduler.LambdaLR(local.optimizer, lambda step: min(step / 3, 1.0))
+    still = groups[1]["params"][0]
+    rates = [lambda step: min(step / 3, 1.0), lambda step: float(step < STEPS // 2), lambda step: min(step / 3, 1.0)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(local.optimizer, rates)
     for step in range(STEPS):
+        kept = still.detach().clone()
         way.train(local, model, range(step, step + 1))
+        assert step < STEPS // 2 or torch.equal(kept, still), step
         schedule.step()
     assert torch.equal(first, before)
     return model
@@ -295,7 +303,7 @@ def a_loss_scaler(way: Way) -> nn.Module:
 
 PROGRAMS = (
     plain,
-    groups_and_a_rate_that_begins_with_zero,
+    groups_whose_rates_are_zero,
     accumulation,
     a_closure,
     writes_between_backward_and_step,
@@ -337,7 +345,7 @@ def sparse_ends_near_dense(program: Any) -> None:
         def make(
             optimizer: torch.optim.Optimizer, model: nn.Module, every: int = every, kept: list[LocalUpdates] = kept
         ) -> Any:
-            kept.append(LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0), every=every))
+            kept.append(LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0, warmup=2.0), every=every))
             return kept[-1]
 
         model = program(Way(ADAMW, make, ahead))
@@ -362,7 +370,7 @@ _mark(sparse_ends_near_dense, (plain, layers_that_thaw_and_freeze))
 @scenario(*PAIR, cases={"by a norm": ("norm",), "by the argument": ("argument",), "by a scaler": ("scaler",)})
 def a_step_that_one_rank_leaves_out_moves_by_the_others(how: str) -> None:
     model = net()
-    compression, optimizer = SIDCo(0.1, min_numel=0), ADAMW(model.parameters())
+    compression, optimizer = SIDCo(0.1, min_numel=0, warmup=2.0), ADAMW(model.parameters())
     local: Any = LocalUpdates(optimizer, model, compression, skip_nonfinite=how == "argument")
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=how == "scaler")
     for step in range(12):
@@ -418,7 +426,10 @@ def a_step_that_raises_and_is_caught_raises_on_all(ranks: tuple[int, ...], every
 
     model = net()
     optimizer = Raises(model.parameters(), lr=5e-3)
-    local, way = LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0), every=every), Way(SGD, LocalUpdates)
+    local, way = (
+        LocalUpdates(optimizer, model, SIDCo(0.1, min_numel=0, warmup=2.0), every=every),
+        Way(SGD, LocalUpdates),
+    )
     way.train(local, model, range(2 * every))
     before = copy.deepcopy(model.state_dict())
     way.train(local, model, range(every - 1))
