@@ -107,14 +107,13 @@ def plain(way: Way) -> nn.Module:
 def groups_whose_rates_are_zero(way: Way) -> nn.Module:
     """One throughout, one from the middle on, when something of it waits, and the others in the first step."""
     model = net()
-    first, second, *others = model.parameters()
+    first, second, still, *others = model.parameters()
     groups = [
         {"params": [first], "lr": 0.0},
-        {"params": [others.pop(0)], "weight_decay": 0.0},
+        {"params": [still], "weight_decay": 0.0},
         {"params": [second, *others]},
     ]
     local, before = way.wrap(model, groups), first.detach().clone()
-    still = groups[1]["params"][0]
     rates = [lambda step: min(step / 3, 1.0), lambda step: float(step < STEPS // 2), lambda step: min(step / 3, 1.0)]
     schedule = torch.optim.lr_scheduler.LambdaLR(local.optimizer, rates)
     for step in range(STEPS):
