@@ -2,6 +2,7 @@
 
     mpirun -np 2 python examples/keras_digits.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/keras_digits.py --compression none
+    mpirun -np 2 python examples/keras_digits.py --optimizer adam --lr 0.001 --local-updates --ratio 0.01
 
 `tensorflow_digits.py` with `model.compile` and `model.fit` in place of the gradient tape. With more workers than idle cores
 set OMP_NUM_THREADS=1 and TF_NUM_INTRAOP_THREADS=1, or the workers' threads fight for the cores.
@@ -57,6 +58,9 @@ class Report(keras.callbacks.Callback):
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001)
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument(
+        "--local-updates", action="store_true", help="exchange movements in place of gradients: Adam's line"
+    )
     args = parser.parse_args()
     hvd.init()
     # A model as small as this is for the CPU; `tensorflow_digits.py` says what your own script needs.
@@ -74,14 +78,24 @@ def main() -> None:
         optimizer: keras.optimizers.Optimizer = keras.optimizers.Adam(rate)
     else:
         optimizer = keras.optimizers.SGD(rate, momentum=optimizer_momentum(compression, args))
+    log = RunLog(args.log_file, hvd)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
+        hvd.callbacks.MetricAverageCallback(),
+        Report(log, compression, model.count_params()),
+    ]
+    if args.local_updates:
+        hvd.broadcast_variables(model.weights, root_rank=0)
+        callbacks[0] = hvd.LocalUpdates(compression)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
     model.compile(
-        hvd.DistributedOptimizer(optimizer, compression=compression),
+        optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         jit_compile=False,  # XLA cannot compile the exchange.
     )
 
-    log = RunLog(args.log_file, hvd)
     log.write("settings", **vars(args), workers=hvd.size(), parameters=model.count_params())
     started = time.perf_counter()
     model.fit(
@@ -91,11 +105,7 @@ def main() -> None:
         shuffle=False,  # The batches come shuffled.
         validation_data=held_out,
         validation_batch_size=len(held_out[0]),
-        callbacks=[
-            hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
-            hvd.callbacks.MetricAverageCallback(),
-            Report(log, compression, model.count_params()),
-        ],
+        callbacks=callbacks,
     )
     parameters = {variable.path: variable.numpy() for variable in model.trainable_variables}
     agreed = check_replicas(parameters, allgather_object)

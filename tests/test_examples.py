@@ -46,10 +46,14 @@ def needs(module: str) -> pytest.MarkDecorator:
         pytest.param("torch_digits.py", "none", 1.0, 700_000, marks=pytest.mark.full),
         pytest.param("tensorflow_digits.py", "sidco", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
         pytest.param("keras_digits.py", "dgc", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]),
+        pytest.param(
+            "keras_digits.py --local-updates", "sidco", 0.01, 20_000, marks=[needs("tensorflow"), pytest.mark.full]
+        ),
     ],
 )
 def test_digits_on_two_workers(script: str, compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
-    options = ["--compression", compression, "--ratio", "0.01", "--warmup", "none", "--epochs", "1"]
+    script, *more = script.split()
+    options = ["--compression", compression, "--ratio", "0.01", "--warmup", "none", "--epochs", "1", *more]
     settings, epoch, end = run(TWO_WORKERS, script, tmp_path / "log", *options)
     assert (settings["event"], epoch["event"], end["event"]) == ("settings", "epoch", "end")
     assert (settings["compression"], settings["workers"], settings["parameters"]) == (compression, 2, 151_306)

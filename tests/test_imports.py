@@ -20,7 +20,7 @@ LAYERS = (
 )  # fmt: skip
 """The packages, from the bottom to the top."""
 ADAPTERS = {"numpy", "torch", "tensorflow"}
-NAMES = {PACKAGE / name for name in ("numpy/__init__.py", "torch/__init__.py", "tensorflow/__init__.py")}
+NAMES = {PACKAGE / name / "__init__.py" for name in (*ADAPTERS, "tensorflow/keras")}
 """These only collect what users import, also from `contrib`."""
 CORE = sorted(path for package in LAYERS[:5] for path in PACKAGE.glob(f"{package}/*.py"))
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from horovod_sparse.compressors.checks import check_integer, check_number
 from horovod_sparse.contrib.lengths import Lengths
+from horovod_sparse.contrib.settings import check_settings
 from horovod_sparse.contrib.torch_meeting import Meeting
 from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.contrib.torch_workers import (
     MovementReducer,
     check_arguments,
-    check_settings,
     check_state,
     names_of,
     placed,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.torch import stock
-from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.group_reducer import GroupReducer
 from horovod_sparse.torch.parameters import check_memory, held, is_sharded
@@ -77,17 +76,6 @@ def check_arguments(optimizer: object, model: object) -> None:
             "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
             "gradients; leave DistributedDataParallel out"
         )
-
-
-def check_settings(c: TorchCompressor) -> None:
-    """Raise ValueError if a compressor does what has no meaning for movements of parameters."""
-    for name, value, needed, why in (
-        ("momentum", c.momentum_correction, None, "momentum is the optimizer's"),
-        ("clip", c.clip, None, "what it clips off a movement is lost; clip gradients before the optimizer steps"),
-        ("lr_in_residual", c.lr_in_residual, False, "residuals are in units of the parameters already"),
-    ):
-        if value != needed:
-            raise ValueError(f"compression must have {name}={needed!r} with local updates, got {value!r}: {why}")
 
 
 def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:

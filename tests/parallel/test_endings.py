@@ -38,5 +38,11 @@ def test_a_first_gradient_on_one_rank_is_an_error_not_a_hang(launch: Launch, cas
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("launch", [TF_2, TF_GLOO_2], ids=str)
+def test_an_exception_in_fit_with_local_updates_ends_all(launch: Launch) -> None:
+    assert "LookupError: rank 1 has enough" in _run(launch, "parallel.tf.endings", "in_fit")
+
+
+@pytest.mark.full
 def test_a_rank_of_a_sharded_model_that_raises_ends_all() -> None:
     assert "rank 1 has enough" in _run(TORCHRUN_4, "parallel.ddp.endings")

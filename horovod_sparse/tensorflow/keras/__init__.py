@@ -1,4 +1,4 @@
-"""Keras adapter: every name of ``horovod.tensorflow.keras``, and the compressors.
+"""Keras adapter: every name of ``horovod.tensorflow.keras``, the compressors, and `LocalUpdates`.
 
 Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does.
 """
@@ -10,6 +10,7 @@ import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
+from horovod_sparse.contrib.keras_local import LocalUpdates as LocalUpdates
 from horovod_sparse.public import *
 from horovod_sparse.tensorflow.compressors import *
 from horovod_sparse.tensorflow.names import broadcast_variables as broadcast_variables

@@ -24,7 +24,7 @@ from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
 
-_INSTEAD = "SGD with momentum ends 1 to 3 % above it"
+_INSTEAD = "callback LocalUpdates(compression) with a plain optimizer is its line"
 
 Tensor = Any
 Variable = Any

@@ -2,7 +2,8 @@
 
 python -m parallel.tf.endings CASE
 
-In all cases a variable has its first gradient late, and on one rank only. The others are in several collectives of a step then.
+`beside_...`: a variable has its first gradient late, and on one rank only. The others are in several collectives of a step
+then. `in_fit`: a rank raises, and the others wait for its local updates.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import sys
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from horovod_sparse.tensorflow import SIDCo
+from horovod_sparse.tensorflow.keras import LocalUpdates
 
 from .common import reduce, variables
 from .tape import SHAPES, gradients_of
@@ -38,7 +41,20 @@ def beside_an_embedding() -> None:
         hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [table, late])
 
 
-CASES = {case.__name__: case for case in (beside_buckets, beside_an_embedding)}
+def in_fit() -> None:
+    def raise_on_one(batch: int, logs: object) -> None:
+        if batch == 3 and hvd.rank() == 1:
+            raise LookupError("rank 1 has enough")
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile("adam", "mse")
+    more = keras.callbacks.LambdaCallback(on_train_batch_end=raise_on_one)
+    model.fit(
+        tf.ones((1000, 4)), tf.ones((1000, 1)), batch_size=1, verbose=0, callbacks=[LocalUpdates(SIDCo(0.1)), more]
+    )
+
+
+CASES = {case.__name__: case for case in (beside_buckets, beside_an_embedding, in_fit)}
 
 if __name__ == "__main__":
     hvd.init()
