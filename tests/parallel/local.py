@@ -74,7 +74,7 @@ FORMULAS: dict[str, tuple[Any, ...]] = {
 def local_updates_follow_the_formulas(every: int, divides: bool, decay: float = 0.0) -> None:
     """Every exchange is what they give with the NumPy pipelines of all workers. Decay moves no more than in dense training."""
     compressed = [name for name in SHAPES if name != SMALL]
-    arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000}
+    arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000, "warmup": 1.0}
     parameters, move, _ = make(sparse.TopK(**arguments), divides=divides, decay=decay, every=every)
     lengths = ExactLengths([math.prod(shape) for shape in SHAPES.values()], hvd.size())
     oracle = Oracle(TopK(**arguments), {name: SHAPES[name] for name in compressed}, hvd.size())
@@ -236,7 +236,7 @@ def shared_parameters_are_given_and_taken_back() -> None:
 @scenario(*EVERYWHERE, *TORCHRUN)
 def other_beginnings_raise_on_all() -> None:
     """Other steps, other values, or other settings."""
-    _, move, local = make(sparse.TopK(0.05))
+    _, move, local = make(sparse.TopK(0.05, warmup=None))
     move(moves(0, 0))
     state = local.state_dict()
     move(moves(1, 0))
@@ -248,7 +248,7 @@ def other_beginnings_raise_on_all() -> None:
         with torch.no_grad():
             next(part for part, name in local._names.items() if name == "second").add_(1.0)
     assert "shared parameters" in raised(ValueError, lambda: move(moves(2)))
-    _, move, _ = make(sparse.TopK(0.05), grow=hvd.rank() == 0)
+    _, move, _ = make(sparse.TopK(0.05, warmup=None), grow=hvd.rank() == 0)
     assert "grow" in raised(ValueError, lambda: move(moves(2)))
 
 

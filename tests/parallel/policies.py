@@ -43,7 +43,7 @@ _NUMPY_MAKERS: dict[str, Any] = {
     "DGC-schedule": lambda library, **s: library.DGC(
         Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip=10.0, **s
     ),
-    "warm-up": lambda library, **s: library.TopK(0.05, **s),
+    "warm-up": lambda library, **s: library.TopK(0.05, warmup=2.0, **s),
     "no-residual": lambda library, **s: library.TopK(0.05, residual=False, warmup=None, **s),
 }
 

@@ -354,7 +354,7 @@ _EXCHANGED: dict[str, Any] = {
     "MiCRO": lambda **s: MiCRO(0.02, warmup=None, **s),
     "momentum": lambda **s: DGC(0.02, momentum=0.9, warmup=None, **s),
     "dense": lambda **s: TopK(0.02, min_numel=10**6, warmup=None, **s),
-    "warm-up": lambda **s: TopK(0.02, **s),
+    "warm-up": lambda **s: TopK(0.02, warmup=2.0, **s),
 }
 _MADE = {name: (make,) for name, make in _EXCHANGED.items()}
 

@@ -215,7 +215,7 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
     TORCHRUN_2,
     cases={
         "TopK": (partial(TopK, 1.0), sgd),
-        "SIDCo": (partial(SIDCo, 0.05), sgd),
+        "SIDCo": (partial(SIDCo, 0.05, warmup=2.0), sgd),
         "AdamW": (partial(TopK, 0.02, warmup=None), adamw),
     },
 )
@@ -331,7 +331,8 @@ def not_finite_is_nan_on_all_ranks_and_training_goes_on(named: bool) -> None:
 
 
 @scenario(
-    *TORCHRUN, cases={"TopK": (partial(TopK, 0.02, warmup=None),), "union": (partial(TopK, 0.02, exchange=Union()),)}
+    *TORCHRUN,
+    cases={"TopK": (partial(TopK, 0.02, warmup=None),), "union": (partial(TopK, 0.02, exchange=Union(), warmup=None),)},
 )
 def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
     """Then DDP cannot go on itself, but the network can, in a new one, with what has waited."""

@@ -237,9 +237,9 @@ def ratio_one_is_fsdp_with_replicas(arguments: dict[str, Any], change: Callable[
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {"SGD": sgd, "AdamW": adamw}
 _STEPS = {name: (step,) for name, step in OPTIMIZERS.items()}
 _MAKES: dict[str, Callable[[], Any]] = {
-    "plain line": lambda: SIDCo(0.05, granularity=BUCKET_BYTES),
+    "plain line": lambda: SIDCo(0.05, warmup=2.0, granularity=BUCKET_BYTES),
     "TopK": lambda: TopK(0.02, warmup=None, granularity=BUCKET_BYTES),
-    "MiCRO": lambda: MiCRO(0.05, granularity=BUCKET_BYTES),
+    "MiCRO": lambda: MiCRO(0.05, warmup=2.0, granularity=BUCKET_BYTES),
     "clipped": lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None, granularity=BUCKET_BYTES),
 }
 
@@ -352,7 +352,7 @@ def a_step_can_be_left_out(set_to_none: bool) -> None:
 
 def made(step: Callable[[Any], Any], mesh: DeviceMesh) -> tuple[Any, Any, Any]:
     """A model, its optimizer and the compression that reduces its gradients."""
-    compression = SIDCo(0.02, granularity=BUCKET_BYTES)
+    compression = SIDCo(0.02, warmup=2.0, granularity=BUCKET_BYTES)
     return *wrapped(small_model(), step, compression, mesh), compression
 
 

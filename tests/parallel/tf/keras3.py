@@ -117,7 +117,7 @@ def ways_to_compile(arguments: dict[str, Any]) -> None:
 @scenario(TF_2)
 def a_training_loop_of_ones_own() -> None:
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01, warmup=2.0))
 
     @tf.function
     def step(inputs: Any, labels: Any) -> None:
@@ -535,7 +535,7 @@ def the_log_says_what_an_optimizer_that_divides_costs() -> None:
         lines = logged(optimizer)
         assert len(lines) == (hvd.rank() == 0), lines
         assert all(
-            ". Adam divides by" in line and line.endswith("SGD with momentum ends 1 to 3 % above it") for line in lines
+            ". Adam divides by" in line and line.endswith("with a plain optimizer is its line") for line in lines
         )
     assert not any("SGD" in line for line in logged(keras.optimizers.SGD(0.1, momentum=0.9)))
 

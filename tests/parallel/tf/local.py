@@ -220,9 +220,9 @@ def keras_local_updates_are_restored_bit_for_bit(settings: dict[str, Any]) -> No
         np.testing.assert_equal([v.numpy() for v in second.weights], [v.numpy() for v in first.weights])
         for part in ("exchanges", "lengths"):
             assert two.state_dict()[part] == one.state_dict()[part]
-        residuals = [list(local.state_dict()["compression"]["residuals"].values()) for local in (one, two)]
-        np.testing.assert_equal(*residuals)
-        assert any(residual.any() for residual in residuals[0])
+        before, after = ([*local.state_dict()["compression"]["residuals"].values()] for local in (one, two))
+        np.testing.assert_equal(after, before)
+        assert any(residual.any() for residual in before)
 
 
 def unknown(batches: int) -> Any:
@@ -351,7 +351,7 @@ def two_networks_train_each_other_with_keras_local_updates() -> None:
         def optimizer(self, optimizer: Any) -> Any:
             return optimizer
 
-    gan: Any = Gan(Plain(), adam)  # type: ignore[arg-type]
+    gan: Any = Gan(Plain(), adam)
     noise = np.concatenate([normals((BATCH, 8), step=step, rank=hvd.rank(), salt=3) for step in range(6)])
     run = partial(gan.fit, task(range(6))[0], noise, batch_size=BATCH, verbose=0)
     message = raised(ValueError, lambda: run(callbacks=[LocalUpdates(sparse())]))

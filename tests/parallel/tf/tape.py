@@ -63,7 +63,7 @@ class OfOne(Exchange):
 
 
 POLICIES: dict[str, MakeCompression] = {
-    "own-exchange": lambda **settings: TopK(0.01, exchange=OfOne(), **settings),
+    "own-exchange": lambda **settings: TopK(0.01, warmup=None, exchange=OfOne(), **settings),
     "warm-up-shared": lambda **settings: RandomBlock(0.01, warmup=2.0, **settings),
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), warmup=2.0, **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
@@ -241,7 +241,7 @@ def a_gradient_that_is_not_finite_is_not_finite_anywhere(graph: bool) -> None:
 @scenario(TF_2, TF_GLOO_2, cases={"tape": (True,), "keras": (False,)})
 def nothing_is_traced_again_in_an_eager_step(tape: bool) -> None:
     """Neither where gradients are None."""
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=2.0)
     model, sgd = small_model(), keras.optimizers.SGD(0.05)
     optimizer = sgd if tape else hvd_keras.DistributedOptimizer(sgd, compression=compression)
     frozen = keras.Variable(np.zeros(400, np.float32), name="frozen")
