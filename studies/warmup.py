@@ -16,31 +16,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import around
 import markdown
-import text
 import torch
-import torch.nn.functional as F
-import torch_charlm
-import torch_digits
-import torch_lstm
+from tasks import ADAMW, CELLS, DENSE, SGD, TASKS, Log, cells, rate_at
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import horovod_sparse.numpy as sparse
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.cost import allreduce_bytes
 
-DENSE, SGD, ADAMW = "dense", "sgd", "adamw"
 ROWS: dict[str, tuple[float | None, float]] = {
     DENSE: (None, 0.0),
     "c = 2": (2.0, 0.0),
@@ -53,96 +44,6 @@ ROWS: dict[str, tuple[float | None, float]] = {
     "c = 16, ahead": (16.0, 0.5),
 }
 """c of the warm-up, and the coefficient of `ahead`."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """Next characters of the standard library's sources. A worker sees a part of the text."""
-
-    limit: int = 400_000
-    batch: int = 4
-    context: int = 32
-
-    def split(self, number: int) -> tuple[list[Tensor], Tensor]:
-        """The part of each worker, and what is held out."""
-        corpus = text.read_corpus(self.limit)
-        boundary = int(0.95 * len(corpus))
-        return list(corpus[:boundary].tensor_split(number)), corpus[boundary:]
-
-    def draw(self, part: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return text.sample(part, self.batch, self.context, generator)
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
-
-    def evaluate(self, model: nn.Module, held_out: Tensor) -> float:
-        return text.bits_per_character(model, held_out, self.context)
-
-
-@dataclass(frozen=True)
-class Digits:
-    """scikit-learn's digits under noise, so that no model learns them by heart: a worker sees a part of the images."""
-
-    batch: int = 16
-    noise: float = 0.5
-
-    def split(self, number: int) -> tuple[list[TensorDataset], TensorDataset]:
-        train, held_out = torch_digits.load_data()
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-        return [TensorDataset(*train[part]) for part in order.tensor_split(number)], held_out
-
-    def draw(self, part: TensorDataset, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        x, y = part[torch.randint(len(part), (self.batch,), generator=generator)]
-        return x + self.noise * torch.randn(x.shape, generator=generator), y
-
-    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(scores, y)
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, held_out: TensorDataset) -> float:
-        """Mean cross-entropy, each image under ten noises."""
-        generator = torch.Generator().manual_seed(0)
-        x, y = (tensor.repeat(10, *[1] * (tensor.dim() - 1)) for tensor in held_out.tensors)
-        return self.loss(model(x + self.noise * torch.randn(x.shape, generator=generator)), y).item()
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model, what it learns, and the learning rates of SGD and of AdamW."""
-
-    make: Callable[[], nn.Module]
-    data: Any
-    rates: dict[str, tuple[float, ...]]
-
-
-class GPT2(nn.Module):
-    """A new GPT-2 of Hugging Face Transformers for characters."""
-
-    def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel  # the other tasks do without
-
-        sizes = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        tokens = {"vocab_size": text.CHARACTERS, "bos_token_id": None, "eos_token_id": None}
-        config = GPT2Config(**sizes, **dropout, **tokens, use_cache=False)
-        # The same function as GPT-2's, in one operation.
-        config.activation_function = "gelu_pytorch_tanh"
-        self.model = GPT2LMHeadModel(config)
-        # Transformers would make one in every pass, which takes longer than the pass.
-        self.mask = torch.full((1, 1, context, context), -math.inf).triu(1)
-
-    def forward(self, characters: Tensor) -> Tensor:
-        return self.model(characters, attention_mask=self.mask.expand(len(characters), -1, -1, -1)).logits
-
-
-TASKS = {
-    "charlm": Task(lambda: torch_charlm.CharLM(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
-    "lstm": Task(lambda: torch_lstm.CharLSTM(128, 1), Text(), {SGD: (0.5, 2.0), ADAMW: (0.004,)}),
-    "cnn": Task(lambda: torch_digits.make_model(16), Digits(), {SGD: (0.03,), ADAMW: (0.002,)}),
-    "gpt2": Task(lambda: GPT2(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
-}
-"""Smaller than the examples' own."""
 
 
 @contextmanager
@@ -200,7 +101,7 @@ def train(of: Setting) -> dict[str, float]:
     names, sent = dict(model.named_parameters()), 0.0
     for step in range(of.steps):
         for group in optimizer.param_groups:
-            group["lr"] = of.rate * min((step + 1) / (0.1 * of.steps), max(1.0 - step / of.steps, 0.02))
+            group["lr"] = rate_at(step, of.steps, of.rate)
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         for worker, (part, generator) in enumerate(zip(parts, generators, strict=True)):
             x, y = task.data.draw(part, generator)
@@ -232,22 +133,6 @@ def price(ratio: float, c: float, workers: int) -> tuple[int, float]:
     return stairs[-1].stop, total - stairs[-1].stop * sent(None)
 
 
-class Log:
-    """The results of all runs, in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known: dict[str, dict[str, float]] = dict(json.loads(line) for line in lines)
-
-    def run(self, of: Setting) -> dict[str, float]:
-        if of.title not in self._known:
-            self._known[of.title] = train(of)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([of.title, self._known[of.title]]) + "\n")
-        return self._known[of.title]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=TASKS)
@@ -261,28 +146,17 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=around.ROOT / "build" / "warmup.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.log.parent.mkdir(parents=True, exist_ok=True)
     log, rates = Log(args.log), args.rates or TASKS[args.task].rates[args.optimizer]
-    header = ["workers", "steps", "rate", "ratio", "row", "loss", "beside dense, %", "each seed, %", "dense exchanges"]
+    header = ["workers", "steps", "rate", "ratio", "row", *CELLS]
     table: list[list[str]] = []
     for workers, steps, rate in itertools.product(args.workers, args.steps, rates):
         dense: list[float] = []
         for ratio, row in [(1.0, DENSE), *itertools.product(args.ratios, args.rows)]:
             of = Setting(args.task, args.optimizer, rate, row, ratio, workers, steps, 0)
-            results = [log.run(replace(of, seed=seed)) for seed in range(args.seeds)]
-            losses = [result["loss"] for result in results]
-            dense = dense or losses
-            beside = [100.0 * (mine / theirs - 1.0) for mine, theirs in zip(losses, dense, strict=True)]
-            each = ", ".join(f"{one:+.1f}" for one in beside)
-            mean = [statistics.fmean(one) for one in (losses, beside, [one["exchanges"] for one in results])]
-            shown = [
-                "" if row == DENSE else f"{ratio:g}",
-                row,
-                f"{mean[0]:.3f}",
-                f"{mean[1]:+.1f}",
-                each,
-                f"{mean[2]:.0f}",
-            ]
+            each = [replace(of, seed=seed) for seed in range(args.seeds)]
+            results = [log.run(one.title, partial(train, one)) for one in each]
+            dense = dense or [result["loss"] for result in results]
+            shown = ["" if row == DENSE else f"{ratio:g}", row, *cells(results, dense)]
             table.append([str(workers), str(steps), f"{rate:g}", *shown])
     print(f"{args.task}, {args.optimizer}, {args.seeds} seeds\n")
     print(markdown.table(header, table, 5))

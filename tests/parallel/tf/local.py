@@ -351,7 +351,7 @@ def two_networks_train_each_other_with_keras_local_updates() -> None:
         def optimizer(self, optimizer: Any) -> Any:
             return optimizer
 
-    gan: Any = Gan(Plain(), adam)
+    gan: Any = Gan(Plain(), adam)  # type: ignore[arg-type]
     noise = np.concatenate([normals((BATCH, 8), step=step, rank=hvd.rank(), salt=3) for step in range(6)])
     run = partial(gan.fit, task(range(6))[0], noise, batch_size=BATCH, verbose=0)
     message = raised(ValueError, lambda: run(callbacks=[LocalUpdates(sparse())]))
