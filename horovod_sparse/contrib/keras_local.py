@@ -110,6 +110,7 @@ class LocalUpdates(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._reducer.active:
             self._trained = True
+            self._movement.end()
             self._batches += self.model.steps_per_execution
             if self._batches >= self.every:
                 self._exchange(f"after batch {batch} of epoch {self._epoch}")

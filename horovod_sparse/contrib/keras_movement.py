@@ -25,7 +25,9 @@ class Movement:
         self.moved: dict[str, Array] = {}
         """How far they have moved since, once that is measured."""
         self._ahead: dict[str, Array] = {}
-        """By how much the variables were moved when they began, as if something of what waits had arrived."""
+        """Where the variables were moved to when they began, as if something of what waits had arrived."""
+        self._waits = False
+        """Whether a batch has begun, and none has ended since."""
         self._begun = (0, 0.0)
         """The number of steps and the rate of the optimizer then."""
         self._decays: dict[str, float] = {}
@@ -38,26 +40,32 @@ class Movement:
         self.variables = {**variables}
         shapes = {name: tuple(one.shape) for name, one in variables.items()}
         if shapes != {name: one.shape for name, one in self.start.items()}:
-            types = {name: np.float64 if one.dtype == "float64" else np.float32 for name, one in variables.items()}
-            self.start, self.moved = ({name: np.empty(shapes[name], types[name]) for name in shapes} for _ in range(2))
-        self._ahead = {name: part * residual for name, residual in waiting.items() if name in shapes} if part else {}
+            self.start, self.moved = _memory(variables), _memory(variables)
+        kept, self._ahead = self._ahead, {}
         for name, variable in variables.items():
+            start = self.start[name]
             # A copy: otherwise TensorFlow would write the variable to memory that is new in every step, which is slow.
-            np.copyto(self.start[name], read(variable))
-            if name in self._ahead:
-                variable.assign(self._begun_at(name))
-        self._begun = int(optimizer.iterations), float(optimizer.learning_rate)
+            np.copyto(start, read(variable), casting="unsafe")
+            if part and name in waiting:
+                memory = kept.get(name)
+                same = memory is not None and memory.shape == start.shape
+                self._ahead[name] = ahead = np.multiply(waiting[name], part, out=memory if same else None)
+                ahead += start
+                variable.assign(ahead)
+        self._begun, self._waits = (int(optimizer.iterations), float(optimizer.learning_rate)), True
 
-    def _begun_at(self, name: str) -> Array:
-        moved: Array = self.start[name] + self._ahead[name]
-        return moved
+    def end(self) -> None:
+        """Note that a batch has ended."""
+        self._waits = False
 
     def step_back(self) -> None:
         """Give variables the values of the start if they were moved for a batch that has not come."""
-        for name in self._ahead:
+        for name, ahead in self._ahead.items() if self._waits else ():
             value = read(self.variables[name])
-            if np.array_equal(value, self._begun_at(name).astype(value.dtype)):
+            # What the program has written since stays.
+            if np.array_equal(value, ahead.astype(value.dtype, copy=False)):
                 self.variables[name].assign(self.start[name])
+        self._waits = False
 
     def restore(self) -> None:
         """Give the variables the values of the start."""
@@ -68,8 +76,8 @@ class Movement:
         """Note how far the variables have moved. Return how many steps the optimizer has made."""
         for name, variable in self.variables.items():
             value = read(variable)
-            begun = self._begun_at(name).astype(value.dtype) if name in self._ahead else self.start[name]
-            np.subtract(value, begun, out=self.moved[name])
+            begun = self._ahead.get(name, self.start[name])
+            np.subtract(value, begun.astype(value.dtype, copy=False), out=self.moved[name], casting="unsafe")
         iterations, rate = self._begun
         steps = int(optimizer.iterations) - iterations
         self._decays = {}
@@ -115,4 +123,11 @@ def nothing() -> Array:
 
 def read(variable: Variable) -> Array:
     """Return a variable's memory, to be read at once."""
-    return np.asarray(variable.value)
+    # The value of a `tf.Variable` itself would be a copy.
+    return np.asarray(variable.value.read_value())
+
+
+def _memory(variables: Mapping[str, Variable]) -> dict[str, Array]:
+    """Return arrays that are as large as variables, and at least of float32."""
+    types = {name: np.float64 if one.dtype == "float64" else np.float32 for name, one in variables.items()}
+    return {name: np.empty(tuple(one.shape), types[name]) for name, one in variables.items()}
