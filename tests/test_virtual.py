@@ -112,7 +112,7 @@ def test_an_error_within_a_step_gives_it_up_on_all_workers() -> None:
 
 
 def test_reset_begins_again() -> None:
-    workers = VirtualWorkers(WORLD, SIDCo(0.1))
+    workers = VirtualWorkers(WORLD, SIDCo(0.1, warmup=None))
     assert workers.stats().steps == 0
     runs = []
     for _ in range(2):
