@@ -30,7 +30,12 @@ CONSTANT = {
 }
 PLAIN = {f"{name}({ratio})": sparse(name, ratio) for name in ("SIDCo", "TopK", "DGC", "MiCRO") for ratio in RATIOS}
 """The plain line: the ratio comes down with time, and momentum stays in the optimizer."""
-ROWS = runs.DENSE | CONSTANT | PLAIN
+EXPLICIT = {
+    **{f"SIDCo({ratio}), ahead": sparse("SIDCo", ratio, "--ahead", "0.5") for ratio in RATIOS},
+    **{f"SIDCo({ratio}), local updates": sparse("SIDCo", ratio, "--every", "1") for ratio in RATIOS},
+}
+"""One line more: `compression.ahead`, or `LocalUpdates` in every step and ahead, for AdamW."""
+ROWS = runs.DENSE | CONSTANT | PLAIN | EXPLICIT
 
 
 def main() -> None:

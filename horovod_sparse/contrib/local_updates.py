@@ -21,24 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from horovod_sparse.compressors.checks import check_integer, check_number
-from horovod_sparse.contrib.lengths import Lengths
 from horovod_sparse.contrib.settings import check_settings
-from horovod_sparse.contrib.torch_meeting import Meeting
-from horovod_sparse.contrib.torch_movement import Movement
-from horovod_sparse.contrib.torch_workers import (
-    MovementReducer,
-    check_arguments,
-    check_state,
-    names_of,
-    placed,
-    refuse_steps,
-)
-from horovod_sparse.core.agreement import Description, divides
+from horovod_sparse.contrib.torch_rounds import Rounds
+from horovod_sparse.contrib.torch_workers import check_arguments, check_state, names_of, placed, refuse_steps
+from horovod_sparse.core.agreement import divides
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.torch.ahead import Ahead
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
-from horovod_sparse.torch.parameters import description, follow, sums
-from horovod_sparse.torch.uncompiled import uncompiled
 
 
 class LocalUpdates:
@@ -98,33 +87,30 @@ class LocalUpdates:
         check_arguments(optimizer, model)
         check_integer("every", every, 1)
         self.optimizer, self.every, self.skip_nonfinite = optimizer, int(every), skip_nonfinite
-        self._model = model
         self.compression = NoOp() if compression is None else compression
         check_kind(self.compression, TorchCompressor, "horovod_sparse.torch", stock=False)
         self.compression.check_free()
         check_settings(self.compression)
         names = names_of(optimizer, model)
-        self._known = [*names.values()]
-        parts, self._transport, shards = placed(model, names, group)
+        known = [*names.values()]
+        parts, transport, shards = placed(model, names, group)
         # A rank may hold nothing of a sharded parameter.
-        self._parts = {whole: part for whole, part in parts.items() if part.numel()}
-        self._names = {part: names[whole] for whole, part in self._parts.items()}
-        self._by_name = {self._names[part]: whole for whole, part in self._parts.items()}
-        self._lengths = Lengths()
-        self._lengths.grow = divides(optimizer.param_groups) if grow is None else bool(grow)
-        self._movement = Movement(self._parts, self._lengths)
-        self._reducer = MovementReducer(self.compression, self._transport, self._names)
-        self._reducer.shards = shards
+        parts = {whole: part for whole, part in parts.items() if part.numel()}
+        self._names = {part: names[whole] for whole, part in parts.items()}
+        self._by_name = {names[whole]: whole for whole in parts}
+        self._rounds = Rounds(
+            self.compression,
+            parts,
+            self._names,
+            transport,
+            shards,
+            every=int(every),
+            grow=divides(optimizer.param_groups) if grow is None else bool(grow),
+            check=lambda: names_of(optimizer, model, known),
+        )
         self._ahead = Ahead()
-        self._moved: dict[Tensor, None] = {}
-        """The parts that have been trained since the last exchange, in the order of the model."""
-        self._trained: list[str] = []
-        """Their names in the last exchange, which are those of all workers."""
-        self._steps = self._age = 0
-        """The steps since the last exchange, and all steps."""
-        self._meeting = Meeting(self._transport, shards)
         self._stepping = False
-        if self._reducer.active:
+        if self._rounds.active:
             refuse_steps(self, optimizer, lambda local: local._stepping)
 
     @property
@@ -143,32 +129,32 @@ class LocalUpdates:
             ValueError: on all workers, if they differ in settings, in their steps, or in the parameters with which they begin.
             RuntimeError: another worker has given up the step; the parameters are where they began.
         """
-        if not self._reducer.active:
+        if not self._rounds.active:
             return self._step_alone(closure)
         if self._unfit():
             self.skip()
             return None
-        self._begin()
+        self._rounds.begin_step(self.param_groups)
         try:
             loss = self._step_alone(closure)
         except Exception as error:
             # The others wait for this worker.
-            self._count(error)
+            self._rounds.end_step(error)
             raise
-        self._movement.note_decay(self.param_groups)
-        self._count()
+        self._rounds.movement.note_decay(self.param_groups)
+        self._rounds.end_step()
         return loss
 
     def skip(self) -> None:
         """Count a step that this worker leaves out: where it has moved to since the last exchange is exchanged all the same."""
-        if self._reducer.active:
-            self._begin()
-            self._count()
+        if self._rounds.active:
+            self._rounds.begin_step(self.param_groups)
+            self._rounds.end_step()
 
     def synchronize(self) -> None:
         """Exchange now if a step was made since the last exchange. Call this on all workers, for instance at the end."""
-        if self._movement.begun:
-            self._exchange()
+        if self._rounds.movement.begun:
+            self._rounds.exchange()
 
     def ahead(self, coefficient: float = 0.5) -> AbstractContextManager[None]:
         """A block for forward and backward in which this worker's parameters are at `theta + coefficient e / s`.
@@ -183,11 +169,11 @@ class LocalUpdates:
             RuntimeError: something has written to parameters within the block.
         """
         check_number("coefficient", coefficient, "in [0, 1]", lambda c: 0.0 <= c <= 1.0)
-        return self._ahead.block(self._by_name, coefficient, self._waiting)
+        return self._ahead.block(self._by_name, coefficient, self._rounds.waiting)
 
     def shared(self) -> AbstractContextManager[None]:
         """A block in which parameters are those of the last exchange, the same on all workers, also on one worker alone."""
-        return self._movement.shared()
+        return self._rounds.movement.shared()
 
     # --- a step ---
 
@@ -209,80 +195,9 @@ class LocalUpdates:
                 gradient.div_(self.grad_scale.to(gradient.device))
         return self.skip_nonfinite and not all(bool(one.isfinite().all()) for one in found)
 
-    @torch.no_grad()
-    def _begin(self) -> None:
-        """Note where the parameters are, and which of them this step trains."""
-        follow(self._parts)
-        self._movement.begin()
-        still = {parameter for group in self.param_groups if group.get("lr") == 0 for parameter in group["params"]}
-        for whole, part in self._parts.items():
-            # One that is frozen and has a gradient is moved by the optimizer.
-            if whole not in still and (whole.requires_grad or whole.grad is not None):
-                self._moved[part] = None
-
-    def _count(self, problem: Exception | None = None) -> None:
-        self._steps += 1
-        self._age += 1
-        if self._steps >= self.every:
-            self._exchange(problem)
-
-    @uncompiled
-    @torch.no_grad()
-    def _exchange(self, problem: Exception | None = None) -> None:
-        """Replace the values of the parameters by those of the start, plus the mean of what all workers send."""
-        movement, parts = self._movement, [part for part in self._names if part in self._moved]
-        # Not later: also if this exchange fails, all workers count from here.
-        self._steps, self._moved = 0, {}
-        try:
-            follow(self._parts)
-            try:
-                names_of(self.optimizer, self._model, self._known)
-            except ValueError as error:
-                problem = problem or error
-            movement.take_away(parts)
-            # Workers may train other parameters than before. Then they compare what they train.
-            trained = [self._names[part] for part in parts]
-            self._meeting.compares |= trained != self._trained
-            sample = movement.sample(parts, self._transport.device)
-            found = self._meeting.meet(self._age, sample, problem, lambda: self._describe(parts))
-            movement.grow(parts, self._transport.world)
-            self._reducer.exchange({part: part.detach() for part in parts})
-            movement.add_to(parts)
-        except BaseException:
-            movement.restore()
-            self._meeting.compares = True
-            raise
-        movement.begun, self._trained = False, trained
-        if self._lengths.grow:
-            self._lengths.note(found)
-
-    def _describe(self, parts: list[Tensor]) -> Description:
-        """Return what must be equal on all workers."""
-        values = sums(self._movement.start[part] for part in parts)
-        return {
-            **description(self.compression, {part: self._names[part] for part in parts}, ()),
-            "settings": f"every={self.every}, grow={self._lengths.grow}",
-            "exchange": str(self._reducer.exchanges),
-            "shared parameters": [f"{self._names[part]}: {bits}" for part, bits in zip(parts, values, strict=True)],
-        }
-
-    def _waiting(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor, float]]:
-        """Return the parameters for which something waits, their residuals, and -1/s, which makes these movements."""
-        unit = -1.0 / self._lengths.factor(self._transport.world)
-        return [(one, residual, unit) for one, residual in self._reducer.residuals_of(parameters)]
-
-    # --- state ---
-
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""
-        start = self._movement.start if self._movement.begun else {}
-        return {
-            "steps": [self._steps, self._age],
-            "lengths": self._lengths.state(),
-            "start": {self._names[part]: value.clone() for part, value in start.items()},
-            "moved": [self._names[part] for part in self._moved],
-            "compression": self._reducer.state_dict(),
-        }
+        return self._rounds.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the same parameters and settings.
@@ -293,10 +208,4 @@ class LocalUpdates:
             ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
         """
         check_state(state, self._names)
-        parts = {name: part for part, name in self._names.items()}
-        self.compression.load_state_dict(state["compression"])
-        self._lengths.load(state["lengths"])
-        self._steps, self._age = map(int, state["steps"])
-        self._movement.load({parts[name]: value for name, value in state["start"].items()})
-        self._moved = {parts[name]: None for name in state["moved"] if name in parts}
-        self._meeting.compares = True
+        self._rounds.load(state)

@@ -28,13 +28,20 @@ class Movement:
         self.start: dict[Tensor, Tensor] = {}
         """The values with which the parameters began, by part. They count while `begun`."""
         self.begun = False
+        self.trained: dict[Tensor, None] = {}
+        """The parts that have been trained since the last exchange."""
         self._decay: defaultdict[Tensor, float] = defaultdict(float)
         """By how much of its start decoupled weight decay has moved each parameter since."""
         self._lengths = lengths
         self._positions: dict[Tensor, Tensor] = {}
 
-    def begin(self) -> None:
-        """Note where the parameters are, unless that was done since the last exchange."""
+    def begin(self, groups: Groups) -> None:
+        """Note which parameters a step of these groups trains, and where they are if that was not done since the exchange."""
+        still = {parameter for group in groups if group.get("lr") == 0 for parameter in group["params"]}
+        for whole, part in self._parts.items():
+            # One that is frozen and has a gradient is moved by the optimizer.
+            if whole not in still and (whole.requires_grad or whole.grad is not None):
+                self.trained[part] = None
         if self.begun:
             return
         for part in self._parts.values():
@@ -53,11 +60,20 @@ class Movement:
                     if parameter in self._parts:
                         self._decay[self._parts[parameter]] += float(group["lr"]) * group["weight_decay"]
 
-    def load(self, start: Mapping[Tensor, Tensor]) -> None:
-        """Let the parameters have begun with these values; with none, they have not begun."""
-        for part, value in start.items():
-            self.start[part] = value.detach().to(part.device, part.dtype, copy=True)
-        self.begun = bool(start)
+    def state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """Return what `load` continues from, by the names of the parts."""
+        start = self.start if self.begun else {}
+        return {
+            "start": {names[part]: value.clone() for part, value in start.items()},
+            "moved": [names[part] for part in self.trained],
+        }
+
+    def load(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+        """Continue from what `state` has returned. Where it has no start, the parameters have not begun."""
+        self.trained = {part: None for part, name in names.items() if name in state["moved"]}
+        self.begun = bool(state["start"])
+        for part, name in names.items() if self.begun else ():
+            self.start[part] = state["start"][name].detach().to(part.device, part.dtype, copy=True)
 
     def restore(self) -> None:
         """Give the parameters the values with which they began, and begin anew."""

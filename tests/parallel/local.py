@@ -179,7 +179,7 @@ def gradients_ahead_know_of_what_waits(every: int) -> None:
     for step in range(2 * every + 1):
         pull(model, local, step)
     before, waits = model.values(), local.compression.state_dict()["residuals"]
-    s = local._lengths.factor(hvd.size())
+    s = local._rounds._lengths.factor(hvd.size())
     with local.ahead(0.5):
         model({name: torch.zeros_like(one) for name, one in before.items()}).backward()
         inside = model.seen
