@@ -223,7 +223,7 @@ def stochastic_weight_averaging(way: Way) -> nn.Module:
     """Its scheduler takes over half-way."""
     model = net()
     local, average = way.wrap(model), AveragedModel(model)
-    schedule = SWALR(local.optimizer, swa_lr=0.5 * local.param_groups[0]["lr"], anneal_epochs=5)
+    schedule = SWALR(local.optimizer, swa_lr=2.0 * local.param_groups[0]["lr"], anneal_epochs=5)
     for step in range(STEPS):
         way.train(local, model, range(step, step + 1))
         if step >= STEPS // 2:
