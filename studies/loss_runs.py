@@ -101,8 +101,9 @@ RACE = {
     "DDP fp16": Row("--compression fp16", hook="fp16"),
     "DDP PowerSGD rank 4": ROWS["DDP PowerSGD rank 4"],
     **{f"SIDCo({ratio})": Row(f"--compression sidco --ratio {ratio}") for ratio in ("0.01", "0.001")},
+    "SIDCo(0.01), ahead": Row("--compression sidco --ratio 0.01 --ahead 0.5"),
 }
-"""The plain line, and what it competes with."""
+"""The plain line, `compression.ahead`, and what they compete with."""
 
 
 def rows_of(task: str) -> list[str]:

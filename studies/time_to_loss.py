@@ -99,7 +99,7 @@ def draw(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network
     figure = around.figure(6.5, 2.9)
     panel = figure.subplots()
     # Colour-blind people tell them apart.
-    panel.set_prop_cycle(color=["#000000", "#e69f00", "#009e73", "#0072b2", "#d55e00"])
+    panel.set_prop_cycle(color=["#000000", "#e69f00", "#009e73", "#0072b2", "#d55e00", "#cc79a7"])
     for name, curves in runs.items():
         seconds, losses = (np.mean([getattr(one, what) for one in curves], axis=0) for what in ("seconds", "losses"))
         panel.plot(seconds, losses, linewidth=1.8, marker="o", markersize=3, label=name)

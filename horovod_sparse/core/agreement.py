@@ -132,7 +132,7 @@ def advice(
     if not divides(groups):
         return ""
     return (
-        f"{name} divides by the size of the gradient, so with sparse gradients it ends 1 to 5 % above the loss of dense "
+        f"{name} divides by the size of the gradient, so with sparse gradients it ends 1 to 4 % above the loss of dense "
         f"training, more with more workers; {instead}"
     )
 
