@@ -20,7 +20,12 @@ _importlib.import_module(f"{__name__}.callbacks")
 # Horovod's leaves optimizers of Keras 3 as they are, without a word.
 del globals()["load_model"]
 
-__all__ = [name for name in globals() if not name.startswith("_")]
+# Of our own modules only that in the place of one of Horovod's.
+__all__ = [
+    name
+    for name, one in globals().items()
+    if name[0] != "_" and (hasattr(_stock, name) or getattr(one, "__package__", "") != __name__)
+]
 
 
 def __getattr__(name: str) -> _Any:
