@@ -352,10 +352,14 @@ WITH_ADAM: dict[str, dict[str, Any]] = {
     "gradient_accumulation": {"gradient_accumulation_steps": 3},
     "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.8)},
 }
-PROGRAMS: dict[str, Program] = {
-    "fit": partial(fitted, partial(Momentum, nesterov=True)),
+STOCK: dict[str, Program] = {
     **{f"fit {name}": partial(fitted, one) for name, one in _optimizers().items()},
     **{f"fit {name}": partial(fitted, partial(keras.optimizers.Adam, **given)) for name, given in WITH_ADAM.items()},
+}
+"""Programs that differ from "fit" by their optimizer alone."""
+PROGRAMS: dict[str, Program] = {
+    "fit": partial(fitted, partial(Momentum, nesterov=True)),
+    **STOCK,
     "fit MultiOptimizer": partial(fitted, two_optimizers),
     "fit eagerly": partial(fitted, Adam, run_eagerly=True),
     "fit several steps": partial(fitted, Momentum, steps_per_execution=3),
@@ -416,4 +420,6 @@ def a_program_that_is_right_with_a_dense_average_is_right(program: Program) -> N
     all_sent = program(Seam(lambda: TopK(1.0, min_numel=0, granularity=10_000, warmup=None)))
     for mine, theirs in zip(all_sent, dense, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-    assert_identical(program(Seam(lambda: SIDCo(0.02, granularity=10_000, warmup=None))))
+    # An optimizer that is right with reduced gradients is so with any: tracing it again would only take time.
+    if program not in STOCK.values():
+        assert_identical(program(Seam(lambda: SIDCo(0.02, granularity=10_000, warmup=None))))
