@@ -41,7 +41,8 @@ class Workers:
                 result = mpi_ops.allgather(message)
             else:
                 result = mpi_ops._allreduce(message, op=mpi_ops.Sum)
-        return result.numpy  # type: ignore[no-any-return]
+        wait: Wait = result.numpy
+        return wait
 
     def everyone(self, value: Any) -> list[Any]:
         return gather_json(value, "horovod_sparse.local_updates", global_process_set)
@@ -68,7 +69,8 @@ class MovementReducer(Store):
                 under_way.append((bucket, self._start(bucket, bucket.begin())))
         pipeline.complete(under_way, self._start)
         # Of a variable that is set aside nobody has a movement.
-        absent = {slot.name: np.empty(slot.shape, np.float32) for one, _ in under_way for slot in one.layout.slots}
+        slots = [slot for one, _ in under_way for slot in one.layout.slots if slot.name not in movements]
+        absent = {slot.name: np.empty(slot.shape, np.float32) for slot in slots}
         pipeline.end_step(partial(write_to, {**absent, **movements}), self.workers.everyone)
 
     def waiting(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:

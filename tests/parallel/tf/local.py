@@ -20,7 +20,7 @@ from horovod_sparse.tensorflow.keras import LocalUpdates, SIDCo
 from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
 from .common import assert_identical, everyone, normals, raised
 from .keras3 import BATCH, LOSS, adam, assert_close, compiled, small_model
-from .programs import Gan
+from .programs import Gan, Seam
 
 TEACHER = normals((16, 10), step=0, rank=0, salt=7)
 Batches = Iterable[int]
@@ -345,11 +345,11 @@ def loss_scales_differ_with_keras_local_updates() -> None:
 
 @scenario(TF_2)
 def two_networks_train_each_other_with_keras_local_updates() -> None:
-    class Plain:
-        def optimizer(self, optimizer: Any) -> Any:
+    class Plain(Seam):
+        def optimizer(self, optimizer: Any, **arguments: Any) -> Any:
             return optimizer
 
-    gan: Any = Gan(Plain(), adam)  # type: ignore[arg-type]
+    gan: Any = Gan(Plain(lambda: hvd.Compression.none), adam)
     noise = np.concatenate([normals((BATCH, 8), step=step, rank=hvd.rank(), salt=3) for step in range(6)])
     run = partial(gan.fit, task(range(6))[0], noise, batch_size=BATCH, verbose=0)
     message = raised(ValueError, lambda: run(callbacks=[LocalUpdates(sparse())]))
