@@ -233,7 +233,7 @@ def unknown(batches: int) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=shapes)
 
 
-@scenario(TF_2, cases=SETTINGS)
+@scenario(TF_2, cases={**SETTINGS, "ahead": ({"ahead": 0.5},)})
 def a_data_set_of_unknown_length_is_right_with_keras_local_updates(settings: dict[str, Any]) -> None:
     """Keras begins a batch that never comes."""
     given: dict[str, Any] = {"epochs": 2, "validation_data": task(range(90, 92), rank=9)}
