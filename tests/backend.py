@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from worker import Worker
 
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Ops
 
@@ -20,7 +20,7 @@ class Backend:
     array: Callable[[np.ndarray], Any]
     """A copy of a NumPy array in the backend."""
     numpy: Callable[[Any], np.ndarray]
-    pipeline: Callable[..., Pipeline] = Pipeline
+    worker: Callable[..., Worker] = Worker
 
     def __str__(self) -> str:
         return self.name

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from backend import Backend
+from worker import Worker
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.contrib.lengths import sampled
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline
+from horovod_sparse.core.feedback import AnyBucket
+from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.plan import layouts_of
+from horovod_sparse.core.step import AnySending
 from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.virtual import results_of
@@ -26,10 +29,10 @@ def make_pipeline(
     position: int = 0,
     dtype: str = "float32",
     averages: bool = True,
-) -> Pipeline:
+) -> Worker:
     """A worker's pipeline for parameters of these shapes."""
     where: dict[str, Any] = {"world": world, "position": position, "rank": position}
-    pipeline = backend.pipeline(backend.ops, compressor, averages=averages, **where)
+    pipeline = backend.worker(backend.ops, compressor, averages=averages, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
     pipeline.add_buckets(layouts_of(parameters, compressor), lambda name: like)
@@ -38,7 +41,7 @@ def make_pipeline(
 
 def make_pipelines(
     backend: Backend, compressor: Compressor, shapes: Mapping[str, Sequence[int]], workers: int, **settings: Any
-) -> list[Pipeline]:
+) -> list[Worker]:
     """Of so many workers."""
     where: dict[str, Any] = {"world": workers, **settings}
     return [make_pipeline(backend, compressor, shapes, position=position, **where) for position in range(workers)]
@@ -58,16 +61,17 @@ Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
 
 
 def exchange(
-    backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[AnyBucket], divisor: float = 1.0
+    backend: Backend, pipelines: Sequence[Worker], buckets: Sequence[AnyBucket | AnySending], divisor: float = 1.0
 ) -> list[Reduced]:
-    """All ranks' exchange of one bucket; every rank's result. The step is not ended: `Pipeline.end_step`."""
-    following: list[Any] = [bucket.begin() for bucket in buckets]
+    """All ranks' exchange of one bucket; every rank's result. The step is not ended."""
+    sendings = [pipeline.sending(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    following: list[Any] = [sending.begin() for sending in sendings]
     while following[0] is not None:
         answers = collective(backend, following)
-        three = zip(pipelines, buckets, answers, strict=True)
-        following = [pipeline.advance(bucket, answer) for pipeline, bucket, answer in three]
+        three = zip(pipelines, sendings, answers, strict=True)
+        following = [pipeline.advance(sending, answer) for pipeline, sending, answer in three]
         assert len({one is None for one in following}) == 1
-    return [reduced_of(backend, bucket.layout.slots, bucket.reduced(divisor)) for bucket in buckets]
+    return [reduced_of(backend, sending.layout.slots, sending.reduced(divisor)) for sending in sendings]
 
 
 def reduced_of(backend: Backend, slots: Sequence[Slot], reduced: protocols.Reduced) -> Reduced:
@@ -87,12 +91,12 @@ def reduced_of(backend: Backend, slots: Sequence[Slot], reduced: protocols.Reduc
     return result
 
 
-def end_step(pipeline: Pipeline) -> None:
+def end_step(pipeline: Worker) -> None:
     """End a step whose results `exchange` has returned."""
     pipeline.end_step(lambda slots, reduced: None)
 
 
-def exchange_all(backend: Backend, pipelines: Sequence[Pipeline], divisor: float = 1.0) -> list[Reduced]:
+def exchange_all(backend: Backend, pipelines: Sequence[Worker], divisor: float = 1.0) -> list[Reduced]:
     """All ranks' exchanges of all buckets, one after the other; every rank's result. The step is not ended."""
     results: list[Reduced] = [{} for _ in pipelines]
     for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
@@ -103,7 +107,7 @@ def exchange_all(backend: Backend, pipelines: Sequence[Pipeline], divisor: float
 
 def take_step(
     backend: Backend,
-    pipelines: Sequence[Pipeline],
+    pipelines: Sequence[Worker],
     gradients: Sequence[Mapping[str, np.ndarray | None]],
     rate: float | None = None,
 ) -> list[Reduced]:
@@ -143,7 +147,7 @@ def _share(backend: Backend, slot: Slot, indices: Any, values: Any, divisor: flo
     return at[inside] - slot.offset, host[inside]
 
 
-def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:
+def send(backend: Backend, pipeline: Worker, gradient: np.ndarray) -> Sent:
     """One step of a single worker with one parameter, "p"."""
     bucket = pipeline.arrive("p", backend.array(gradient))
     assert bucket is not None

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 from backend import ORACLE, Backend
+from worker import Worker
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Ops
 from horovod_sparse.public import MomentumCorrection, Pairs, Union
 
 
@@ -39,16 +37,11 @@ def _torch_backends() -> list[Backend]:
 def _tensorflow_backends() -> list[Backend]:
     import tensorflow as tf
 
-    from horovod_sparse.tensorflow.host import HostPipeline
-
     def memory_of_tensor(array: np.ndarray) -> np.ndarray:
         return np.asarray(memoryview(tf.constant(array)))
 
-    def host_pipeline(ops: Ops, compressor: Compressor, collectives: Any = None, **where: Any) -> HostPipeline:
-        return HostPipeline(compressor, collectives, **where)
-
     # Gradients and messages are the memory of tensors, which must not be written to.
-    return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
+    return [Backend("tensorflow", host_ops(2), memory_of_tensor, np.asarray)]
 
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
@@ -63,7 +56,7 @@ BACKENDS = [
 ]
 
 
-WITH_OPERATIONS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
+WITH_OPERATIONS = [backend for backend in BACKENDS if backend.worker is Worker]
 """Those with array operations of their own."""
 
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from stairs import Halving
 from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients, gradients_of
-
-from horovod_sparse.core.pipeline import Pipeline
+from worker import Worker
 
 OTHERS = [backend for backend in BACKENDS if backend is not ORACLE]
 Given = list[dict[str, np.ndarray | None]]
@@ -50,7 +49,7 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
     shapes = {name: np.shape(gradient) for name, gradient in first.items()}
     world = len(case.steps[0])
 
-    def make() -> list[Pipeline]:
+    def make() -> list[Worker]:
         compressor = row.make(case.ratio, **case.settings)
         return make_pipelines(backend, compressor, shapes, world, dtype=case.residual_dtype)
 
@@ -98,7 +97,7 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
     return seen
 
 
-def _kept(backend: Backend, pipelines: list[Pipeline], when: str) -> Iterator[tuple[str, np.ndarray]]:
+def _kept(backend: Backend, pipelines: list[Worker], when: str) -> Iterator[tuple[str, np.ndarray]]:
     for rank, pipeline in enumerate(pipelines):
         for bucket in pipeline.buckets:
             for what, array in (("residual", bucket.buffer), ("velocity", bucket.velocity)):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from driver import dense_sum, make_pipelines, take_step
 from table import COMPRESSORS, ORACLE, Row
+from worker import Worker
 
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.public import Pairs, SharedIndices, Union
 
@@ -24,12 +24,12 @@ CASES = [
 ]
 
 
-def flat(pipeline: Pipeline) -> np.ndarray:
+def flat(pipeline: Worker) -> np.ndarray:
     """A copy of the residual."""
     return ORACLE.numpy(pipeline.buckets[0].buffer).copy()
 
 
-def step(pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+def step(pipelines: Sequence[Worker], gradients: Sequence[np.ndarray]) -> list[np.ndarray] | None:
     """One step of all ranks; every rank's reduced gradient, not divided, in the order of the bucket."""
     # The last parameter is the first in the bucket.
     given = [{"b": gradient[:62].copy(), "a": gradient[62:].reshape(7, 5).copy()} for gradient in gradients]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from stairs import Halving
 from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
+from worker import Worker
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import TRUSTED
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 
@@ -38,7 +38,7 @@ FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
 def one_bucket(
     backend: Backend, row: Row, size: int, ratio: float, dtype: str = "float32", **options: Any
-) -> tuple[Pipeline, Bucket]:
+) -> tuple[Worker, Bucket]:
     pipeline = make_pipeline(backend, row.make(ratio, **options), {"p": (size,)}, dtype=dtype)
     return pipeline, pipeline.buckets[0]
 
@@ -65,7 +65,7 @@ def with_two_levels(values: np.ndarray) -> np.ndarray:
     return np.copysign(sent, values)
 
 
-def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> None:
+def check_step(row: Row, pipeline: Worker, after: np.ndarray, sent: Sent) -> None:
     """What holds after each step, whatever the input."""
     before, indices, values = sent
     compressor = pipeline.compressor
@@ -247,7 +247,7 @@ def test_every_compressor_follows_a_schedule(backend: Backend, row: Row) -> None
     """Down from 0.4 to 0.1, resumed on the way."""
     size, rng = 4000, np.random.default_rng(13)
 
-    def make() -> Pipeline:
+    def make() -> Worker:
         return make_pipeline(backend, row.make(Halving(0.4, 0.1, 5)), {"p": (size,)})
 
     pipeline, counts = make(), []

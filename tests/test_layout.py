@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from horovod_sparse.compressors import NoOp, RandomK, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
-from horovod_sparse.core.layout import Parameter, check_limits, layouts_of
+from horovod_sparse.core.layout import Parameter
+from horovod_sparse.core.plan import check_limits, layouts_of
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.union import Union
 

@@ -474,7 +474,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def no_step_is_open(self) -> None:
         for pipeline in (pipeline for world in self.all for pipeline in world.pipelines):
-            assert pipeline._step is None
+            assert pipeline.step is None
             for bucket in pipeline.buckets:
                 assert bucket.run is None and bucket.missing == set(bucket.slots)
                 assert bucket._message is None and not bucket._taken

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from driver import make_pipelines, take_step
 from table import ORACLE, gradients
+from worker import Worker
 
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.micro import MiCRO, MiCROState
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation.controllers import next_threshold
 from horovod_sparse.numpy.ops import NumpyOps
 
 
-def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.ndarray:
+def step(pipelines: list[Worker], gradient: Callable[[], np.ndarray]) -> np.ndarray:
     """One step of all workers, each with a gradient of its own; the indices that were sent."""
     parts = take_step(ORACLE, pipelines, [{"p": gradient()} for _ in pipelines])[0]["p"]
     assert parts is not None

@@ -12,26 +12,26 @@ import pytest
 import torch
 from driver import end_step, exchange_all, make_pipeline, make_pipelines, send, take_step
 from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
+from worker import Worker
 
 from horovod_sparse.compressors import MiCRO, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import BUCKET_BYTES
+from horovod_sparse.core.driver import log_start
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.protocols import Entries, Reduced
 from horovod_sparse.torch.compressors import TopK as TorchTopK
-from horovod_sparse.torch.group_reducer import GroupReducer
+from horovod_sparse.torch.ddp import DDPSource
 from horovod_sparse.torch.ops import TorchOps
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
 
 
-def pipeline_of(backend: Backend, compressor: Any) -> Pipeline:
+def pipeline_of(backend: Backend, compressor: Any) -> Worker:
     return make_pipeline(backend, compressor, SHAPES)
 
 
-def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
+def step(backend: Backend, pipeline: Worker, seed: int) -> None:
     take_step(backend, [pipeline], [gradients_of(SHAPES, np.random.default_rng(seed))])
 
 
@@ -167,7 +167,7 @@ def test_what_a_parameter_has_kept_waits_while_it_has_no_gradient(backend: Backe
     for seed in (2, 3, 0):
         step(backend, pipeline, seed)
 
-    def kept(of: Pipeline, part: str = "residuals") -> np.ndarray:
+    def kept(of: Worker, part: str = "residuals") -> np.ndarray:
         return np.array(backend.numpy(of.state_dict()[part]["kernel"]))
 
     residual, velocity = kept(pipeline), kept(pipeline, "velocities") if momentum else None
@@ -292,7 +292,7 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
         end_step(pipeline)
 
 
-def told(pipelines: list[Pipeline], bad: dict[int, list[str]], gone: int | None = None) -> Any:
+def told(pipelines: list[Worker], bad: dict[int, list[str]], gone: int | None = None) -> Any:
     """What all ranks say at the end of a step: which gradients are not finite, and who gives it up."""
     said = [{"rank": rank, "given up": rank == gone, "bad": bad.get(rank, [])} for rank in range(len(pipelines))]
 
@@ -318,7 +318,7 @@ def test_gradients_that_are_not_finite_are_warned_of_once_by_name_and_rank(backe
                 for name, gradient in zip("pq", arrays, strict=True):
                     pipeline.arrive(name, gradient)
             exchange_all(backend, pipelines)
-            assert [pipeline.knows_why() for pipeline in pipelines] == [False, True]
+            assert [bool(pipeline.begun.bad()) for pipeline in pipelines] == [False, True]
             for pipeline in pipelines:
                 pipeline.end_step(lambda *_: None, everyone)
     said = [str(one.message) for one in caught]
@@ -348,7 +348,7 @@ def test_who_gives_a_step_up_is_named_and_all_go_on(backend: Backend) -> None:
                 if rank != 1 or number < has_arrived:
                     pipeline.arrive(bucket.name, arrays[bucket.name])
                 else:
-                    assert pipeline.spoil(bucket) is bucket
+                    assert pipeline.spoil(bucket) is pipeline.sending(bucket)
         exchange_all(backend, pipelines)
         everyone = told(pipelines, {}, gone=1)
         for rank, pipeline in enumerate(pipelines):
@@ -359,7 +359,7 @@ def test_who_gives_a_step_up_is_named_and_all_go_on(backend: Backend) -> None:
                     RuntimeError, match=f"^rank {rank}: rank 1 has given up this step after an exception"
                 ):
                     pipeline.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
-            assert pipeline._step is None
+            assert pipeline.step is None
         for pipeline, was in zip(pipelines, before, strict=True):
             state = pipeline.state_dict()
             assert state["adaptive"] == was["adaptive"]
@@ -375,10 +375,10 @@ def test_sums_that_the_type_of_gradients_cannot_hold_become_infinite(dtype: torc
     slots = [Slot("p", 0, 20, (20,)), Slot("q", 20, 20, (4, 5))]
     gradients = [torch.zeros(slot.shape, dtype=dtype) for slot in slots]
     sums = Entries(None, torch.tensor([1.0, 1e6]).repeat_interleave(20))
-    reducer = GroupReducer(TorchTopK(0.1), Mock(world=2), {})
-    reducer._routes.in_buckets = dict(zip("pq", gradients, strict=True))
-    reducer._step.gradients = {one: one for one in gradients}
-    reducer._write(slots, Reduced(TorchOps(), sums, 1.0, {}))
+    source = DDPSource(TorchTopK(0.1), Mock(world=2), {})
+    source._tensors = dict(zip("pq", gradients, strict=True))
+    source._gradients = {one: one for one in gradients}
+    source.write(slots, Reduced(TorchOps(), sums, 1.0, {}))
     assert [bool(one.isfinite().all()) for one in gradients] == [True, dtype != torch.float16]
 
 

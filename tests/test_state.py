@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from driver import make_pipeline, send, take_step
 from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
+from worker import Worker
 
 from horovod_sparse.compressors import SIDCo, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.store import Store
 
@@ -59,13 +59,13 @@ def given(step: int) -> dict[str, np.ndarray]:
     return gradients_of(SHAPES, np.random.default_rng(step))
 
 
-def steps(compressor: Compressor, pipeline: Pipeline, first: int, last: int) -> list[Any]:
+def steps(compressor: Compressor, pipeline: Worker, first: int, last: int) -> list[Any]:
     """What is sent of each parameter in some steps."""
     rates = [0.1 * 0.8**step if compressor.lr_in_residual else None for step in range(last)]
     return [take_step(ORACLE, [pipeline], [given(step)], rates[step]) for step in range(first, last)]
 
 
-def trained(compressor: Compressor) -> Pipeline:
+def trained(compressor: Compressor) -> Worker:
     pipeline = make_pipeline(ORACLE, compressor, SHAPES)
     steps(compressor, pipeline, 0, 3)
     return pipeline

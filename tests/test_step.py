@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from driver import Reduced, exchange, make_pipelines, reduced_of
 from table import WITH_OPERATIONS, Backend
+from worker import Worker
 
 from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout, Parameter
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Union
 
 pytestmark = [
@@ -72,7 +72,7 @@ class Workers:
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend, self.case = backend, CASES[name]
         compressor = self.case.make(0.1, **{"warmup": None, "granularity": BUCKET_BYTES, **self.case.settings})
-        self.pipelines: list[Pipeline] = make_pipelines(backend, compressor, SHAPES, WORLD, dtype=self.case.dtype)
+        self.pipelines: list[Worker] = make_pipelines(backend, compressor, SHAPES, WORLD, dtype=self.case.dtype)
         layout = Layout.of([Parameter(DENSE, (5,), self.case.dtype, "cpu")])
         for pipeline in self.pipelines:
             pipeline.add_dense([layout], lambda name: backend.array(np.zeros(1, np.float32)))
@@ -181,10 +181,10 @@ def test_a_step_that_is_given_up_alone(backend: Backend, name: str, exchanged: i
         workers.exchange(range(exchanged))
         for pipeline in workers.pipelines:
             for bucket in pipeline.all_buckets[exchanged:]:
-                bucket.begin()
+                pipeline.sending(bucket).begin()
     for pipeline in workers.pipelines:
         pipeline.abort()
-        assert pipeline._step is None
+        assert pipeline.step is None
     assert kept
     check_never_been(workers, before, name)
 

@@ -1,24 +1,27 @@
-"""What only the pipeline that TensorFlow calls from a graph does. It reduces what NumPy does: parallel/tf/tape.py."""
+"""What only the driver that TensorFlow calls from a graph does. It reduces what NumPy does: parallel/tf/tape.py."""
 
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from driver import make_pipeline
-from table import BACKENDS
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
 
+from horovod_sparse.core.layout import Layout, Parameter  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import TopK  # noqa: E402
-from horovod_sparse.tensorflow.reducer import Reducer  # noqa: E402
 
-BACKEND = next(one for one in BACKENDS if one.name == "tensorflow")
+
+def driver_of(compressor: TopK, shapes: dict[str, tuple[int, ...]], world: int = 1) -> Any:
+    """A worker's, with a bucket for each parameter."""
+    driver = host.HostDriver(compressor, Mock(), world=world, position=0, rank=0)
+    driver.extend([Layout.of([Parameter(name, shape, "float32", "cpu")]) for name, shape in shapes.items()], [], "")
+    return driver
 
 
 @pytest.mark.parametrize(
@@ -59,10 +62,10 @@ def test_compress_keeps_the_largest_entries(dtype: str, traced: bool) -> None:
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32])
 def test_a_sum_that_its_type_cannot_hold_is_infinite(dtype: Any) -> None:
     """As a dense sum in that type would be."""
-    pipeline: Any = make_pipeline(BACKEND, TopK(0.1, warmup=None), {"p": (2,)})
-    pipeline._reduced["p"] = [np.array([1.0, 1e6], np.float32)]
-    (written,) = pipeline._hand_out("p", ["p"], [dtype])
-    assert written.dtype == dtype.as_numpy_dtype and not pipeline._reduced
+    driver = driver_of(TopK(0.1, warmup=None), {"p": (2,)})
+    driver._reduced["p"] = [np.array([1.0, 1e6], np.float32)]
+    (written,) = driver._hand_out("p", ["p"], [dtype])
+    assert written.dtype == dtype.as_numpy_dtype and not driver._reduced
     assert written.tolist() == [1.0, np.inf if dtype == tf.float16 else 1e6]
 
 
@@ -70,33 +73,34 @@ def test_a_sum_that_its_type_cannot_hold_is_infinite(dtype: Any) -> None:
 def test_a_step_that_raised_between_its_collectives_has_never_been(reads: bool) -> None:
     """Whether a state is read next, or a step begins."""
     shapes = {"a": (400,), "b": (300,)}
-    pipeline: Any = make_pipeline(BACKEND, TopK(0.1, granularity="layer", warmup=None), shapes)
+    driver = driver_of(TopK(0.1, warmup=None), shapes)
     for step in range(2):
-        pipeline.start_step()
+        driver._start_step(np.float64(1.0))
+        rate = np.float64(np.nan)
         messages = {
-            name: pipeline.arrive(name, np.full(shape, 3.0, np.float32)).begin().message
-            for name, shape in shapes.items()
+            name: driver._take_in(name, [name], rate, np.full(shape, 3.0, np.float32)) for name, shape in shapes.items()
         }
         for name, message in messages.items():
             if step == 0 or name == "a":
-                pipeline._conclude(name, message)
+                driver._conclude(name, message)
         if step == 0:
-            pipeline._end([])
-            kept = pipeline.state_dict()
+            driver._end([])
+            kept = driver.state_dict()
     if reads:
-        Reducer.between_steps(SimpleNamespace(pipeline=pipeline))  # type: ignore[arg-type]
+        driver.state_dict()
+        assert driver.step is None
     else:
-        pipeline.start_step()
-    assert not pipeline._reduced and not pipeline._ended and pipeline.stats().steps == 1
-    np.testing.assert_equal(pipeline.state_dict(), kept)
+        driver._start_step(np.float64(1.0))
+    assert not driver._reduced and not driver._ended and driver.stats().steps == 1
+    np.testing.assert_equal(driver.state_dict(), kept)
 
 
 def test_buckets_that_were_made_together_end_their_dense_steps_together() -> None:
     """Also if one took no part in some steps: the graph decides for all of them."""
     shapes = {"a": (400,), "b": (300,)}
-    pipeline: Any = make_pipeline(BACKEND, TopK(0.1, granularity="layer"), shapes, world=2)
-    first = pipeline.compressor.first_sparse_step(2)
-    assert first > 1 and pipeline._are_dense([*shapes])
-    pipeline.bucket_of["b"].state.step = first
-    assert not pipeline._are_dense([*shapes])
-    assert not any(bucket.is_dense for bucket in pipeline.buckets)
+    driver = driver_of(TopK(0.1), shapes, world=2)
+    first = driver.compressor.first_sparse_step(2)
+    assert first > 1 and driver._are_dense([*shapes])
+    driver.known.bucket_of["b"].state.step = first
+    assert not driver._are_dense([*shapes])
+    assert not any(bucket.is_dense for bucket in driver.known.buckets)

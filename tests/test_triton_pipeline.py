@@ -14,11 +14,11 @@ import torch
 from driver import make_pipeline
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients, gradients_of
 from test_backends import Case, assert_same, observe
+from worker import Worker
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
@@ -26,8 +26,8 @@ from horovod_sparse.torch.ops import TorchOps
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def _pipeline(ops: TorchOps, compressor: Compressor, **where: Any) -> Pipeline:
-    return Pipeline(ops, compressor, device_selector=partial(selector_for, groups=2), **where)
+def _pipeline(ops: TorchOps, compressor: Compressor, **where: Any) -> Worker:
+    return Worker(ops, compressor, device_selector=partial(selector_for, groups=2), **where)
 
 
 TRITON = Backend("torch-triton", TorchOps(), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _pipeline)

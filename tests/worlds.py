@@ -10,7 +10,6 @@ from cases import DENSE, NAMES, SHAPES, SIZE_OF_DENSE, Case, Step
 from driver import Reduced, collective, exchange, make_pipelines, reduced_of
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Parameter, Slot
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange
@@ -145,15 +144,9 @@ class World:
     def arrive(self, rank: int, names: Sequence[str], step: Step) -> None:
         """Give some gradients of one bucket to a worker."""
         pipeline = self.pipelines[rank]
-        arrived = []
         for name in names:
             gradient = self.scaled(step.gradients[rank][name])
-            arrived.append(Arrived(name, gradient, step.rates[name] if self.compressor.lr_in_residual else None))
-        if step.together and arrived:
-            pipeline.arrive_together(pipeline.bucket_of[names[0]], arrived)
-        else:
-            for one in arrived:
-                pipeline.arrive(*one)
+            pipeline.arrive(name, gradient, step.rates[name] if self.compressor.lr_in_residual else None)
 
     def names_in(self, bucket: int, step: Step) -> list[str]:
         """The parameters of a bucket, in the order in which their gradients arrive."""
@@ -247,7 +240,7 @@ class World:
                 self.exchange(bucket)
             elif begun:
                 ready = [(one, one.buckets[bucket]) for one, done in zip(self.pipelines, complete, strict=True) if done]
-                requests = [one.begin() for _, one in ready]
+                requests = [worker.sending(one).begin() for worker, one in ready]
                 assert not requests or collective(self.case.backend, requests)
         return reached
 

@@ -198,14 +198,13 @@ class Compressor(ABC):
         """Learn how many entries all ranks selected together, and what each rank proposed (exchange `Union`)."""
         return
 
-    @property
-    def changes(self) -> bool:
-        """Whether messages depend on the step."""
-        return self._schedule != ByAge(self._schedule.final, 0.0)
-
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step."""
         return self._schedule.ratio(step)
+
+    def steps_like(self, step: int) -> range:
+        """Return steps in a row with the ratio of `step`, which is one of them."""
+        return self._schedule.steps_like(step)
 
     def first_sparse_step(self, world: int) -> int:
         """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""

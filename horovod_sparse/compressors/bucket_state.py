@@ -25,15 +25,16 @@ class Place(NamedTuple):
     world: int = 1
 
 
-_FIXED = (int, float, str, tuple)
-"""Types of values that cannot change; a tuple holds nothing else."""
 ALONE = Place()
 """A selection outside of any bucket."""
 
 
 @dataclass
 class BucketState:
-    """What an algorithm carries from step to step for one bucket. Subclasses add fields."""
+    """What an algorithm carries from step to step for one bucket. Subclasses add fields.
+
+    A field gets a new value, and its value is never changed in place: a step that fails takes the old ones back.
+    """
 
     saved: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that the next selection depends on: plain numbers, strings and lists."""
@@ -78,14 +79,6 @@ class BucketState:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
             setattr(self, name, copy.deepcopy(state[name]))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return copies of all fields, for `restore`."""
-        return {name: one if isinstance(one, _FIXED) else copy.deepcopy(one) for name, one in vars(self).items()}
-
-    def restore(self, fields: Mapping[str, Any]) -> None:
-        """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
-        vars(self).update(fields)
 
     def expect(self, smallest: float, k: int) -> None:
         """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""

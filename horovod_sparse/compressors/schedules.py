@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ class Schedule(ABC):
     def ratio(self, step: int) -> float:
         """Return the ratio of a step; the first one is step 0."""
 
+    def steps_like(self, step: int) -> range:
+        """Return steps in a row that are known to have the ratio of `step`, which is one of them."""
+        return range(step, step + 1)
+
 
 @dataclass(frozen=True)
 class ByAge(Schedule):
@@ -46,6 +51,9 @@ class ByAge(Schedule):
             return self.end
         halvings, odd = divmod(max(math.floor(2 * math.log2((step + 1) / self.c)), 0), 2)
         return max(self.end, math.ldexp(math.sqrt(0.5) if odd else 1.0, -halvings))
+
+    def steps_like(self, step: int) -> range:
+        return range(step, sys.maxsize if self.ratio(step) == self.end else step + 1)
 
     def stairs(self) -> Iterator[range]:
         """Return the steps of each stair, until the ratio has come down to the end."""

@@ -11,9 +11,9 @@ from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
+from horovod_sparse.core.step import Wait
 from horovod_sparse.core.stock import complete_global_set
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.exchange.protocols import Collective, Named
 from horovod_sparse.torch.exchange import Collectives
 from horovod_sparse.torch.group import Group
 
@@ -31,7 +31,7 @@ class HorovodGroup(Group):
         self._key = (process_set.process_set_id, *process_set.ranks)
         self.world, self.position, self.rank = process_set.size(), process_set.rank(), mpi_ops.rank()
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         under_way = _under_way[self._key]
         # The lowest one that is free, so that names come again and Horovod knows them.
         number = next(one for one in itertools.count() if one not in under_way)

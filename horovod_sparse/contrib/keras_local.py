@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.checks import check_integer, check_number
 from horovod_sparse.contrib.keras_movement import Movement, nothing, read
-from horovod_sparse.contrib.keras_workers import MovementReducer, check_model
+from horovod_sparse.contrib.keras_workers import MovementSource, check_model
 from horovod_sparse.contrib.lengths import Lengths
 from horovod_sparse.contrib.settings import check_settings
 from horovod_sparse.core.agreement import RELEASE, compare, divides
@@ -77,8 +77,8 @@ class LocalUpdates(keras.callbacks.Callback):
         check_kind(self.compression, TensorflowCompressor, "horovod_sparse.tensorflow", stock=False)
         check_settings(self.compression)
         self.every, self.ahead, self.grow = int(every), float(ahead), grow
-        self._reducer = MovementReducer(self.compression)
-        self._workers = self._reducer.workers
+        self._source = MovementSource(self.compression)
+        self._workers = self._source.workers
         self._lengths = Lengths()
         self._movement = Movement(self._lengths)
         self._names = Names()
@@ -89,7 +89,7 @@ class LocalUpdates(keras.callbacks.Callback):
         """Whether a batch has ended since variables were shared for all to see."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._reducer.active:
+        if self._source.active:
             optimizer = self._optimizer
             check_model(self.model, optimizer, self.every)
             self._lengths.grow = divides([vars(optimizer)]) if self.grow is None else bool(self.grow)
@@ -98,17 +98,17 @@ class LocalUpdates(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._reducer.active and not self._batches:
+        if self._source.active and not self._batches:
             # Keras may have begun a batch that never came.
             self._movement.step_back()
             variables = self.model.trainable_variables
             named = dict(zip(self._names.of(variables), variables, strict=True))
-            waiting = self._reducer.waiting({name: tuple(one.shape) for name, one in named.items()})
+            waiting = self._source.waiting({name: tuple(one.shape) for name, one in named.items()})
             part = self.ahead / self._lengths.factor(self._workers.world)
             self._movement.begin(named, self._optimizer, waiting, part)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._reducer.active:
+        if self._source.active:
             self._trained = True
             self._movement.end()
             self._batches += self.model.steps_per_execution
@@ -161,7 +161,7 @@ class LocalUpdates(keras.callbacks.Callback):
 
     def _share(self, place: str) -> None:
         """Give all workers the same variables, also those that are not trained."""
-        if self._reducer.active:
+        if self._source.active:
             self._exchange(place)
             if self._trained:
                 self._average_others()
@@ -179,7 +179,7 @@ class LocalUpdates(keras.callbacks.Callback):
             self._check_step(movement.measure(self._optimizer))
             found = self._meet(place, movement.sample())
             movement.grow(self._workers.world)
-            self._reducer.exchange(movement.moved)
+            self._source.exchange(movement.moved)
         except BaseException:
             movement.restore()
             self._compares = True

@@ -11,19 +11,19 @@ import tensorflow as tf
 from horovod.tensorflow import global_process_set, mpi_ops
 from numpy.typing import NDArray
 
-from horovod_sparse.core.agreement import agree_on_states
+from horovod_sparse import kernels
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
-from horovod_sparse.core.state import check_state, empty_state, kept_shapes, merged, names_in, part_of
-from horovod_sparse.core.store import Store
-from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.numpy.allreduce import add_buckets, write_to
+from horovod_sparse.core.driver import Driver
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.state import empty_state, kept_shapes, names_in
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
+from horovod_sparse.numpy.allreduce import parameters_of, write_to
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import gather_json
 from horovod_sparse.tensorflow.keras.optimizer import DistributedApply
-from horovod_sparse.tensorflow.names import renamed
+from horovod_sparse.tensorflow.names import load_renamed, renamed
 
 Array = NDArray[Any]
 
@@ -34,7 +34,7 @@ class Workers:
     def __init__(self) -> None:
         self.world, self.position, self.rank = mpi_ops.size(), mpi_ops.rank(), mpi_ops.rank()
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         with tf.device("CPU:0"):
             message = tf.convert_to_tensor(collective.message)
             if collective.kind == "allgather":
@@ -48,69 +48,59 @@ class Workers:
         return gather_json(value, "horovod_sparse.local_updates", global_process_set)
 
 
-class MovementReducer(Store):
-    """Reduces the movements of variables, which may come later than others, or leave. What waits of those is set aside."""
+class VariablesDriver(Driver):
+    """A driver whose states may be of variables with other names: Keras numbers them anew."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        load_renamed(self, state)
+
+
+class MovementSource:
+    """What an optimizer has moved variables. These may come later than others, or leave. What waits of those is set aside."""
 
     def __init__(self, compressor: TensorflowCompressor) -> None:
         self.compressor = compressor
-        self.workers = Workers()
-        self.active = compresses(self.workers.world)
+        self.workers = workers = Workers()
+        self.active = compresses(workers.world)
+        place = {"world": workers.world, "position": workers.position, "rank": workers.rank}
+        new_feedback = partial(Feedback, host_ops(), compressor, **place)
+        self.driver = VariablesDriver(compressor, workers, new_feedback, kernels=kernels.variant())
         compressor.bind(self)
 
     def exchange(self, movements: Mapping[str, Array]) -> None:
         """Replace the movements, by name, by their means over the workers, in their own memory."""
-        pipeline = self._extended(movements)
-        pipeline.start_step()
-        under_way: list[tuple[AnyBucket, Wait]] = []
-        for bucket in pipeline.all_buckets:
-            arrived = [Arrived(name, movements.get(name)) for name in bucket.slots]
-            if any(gradient is not None for _, gradient, _ in arrived):
-                pipeline.arrive_together(bucket, arrived)
-                under_way.append((bucket, self._start(bucket, bucket.begin())))
-        pipeline.complete(under_way, self._start)
-        # Of a variable that is set aside nobody has a movement.
-        slots = [slot for one, _ in under_way for slot in one.layout.slots if slot.name not in movements]
-        absent = {slot.name: np.empty(slot.shape, np.float32) for slot in slots}
-        pipeline.end_step(partial(write_to, {**absent, **movements}), self.workers.everyone)
+        driver, feedback = self.driver, self._extended(movements)
+        driver.begin()
+        reached = {feedback.bucket_of[name].name for name in movements}
+        absent: dict[str, Array] = {}
+        for bucket in feedback.all_buckets:
+            for name, slot in bucket.slots.items() if bucket.name in reached else ():
+                driver.add(name, movements.get(name))
+                if name not in movements:
+                    # Of a variable that is set aside nobody has a movement.
+                    absent[name] = np.empty(slot.shape, np.float32)
+        driver.complete()
+        driver.finish(partial(write_to, {**absent, **movements}))
 
     def waiting(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
         """Return what waits of variables with these shapes, by name; between two exchanges, or before the first one."""
-        if self.pipeline is not None:
-            return self.pipeline.residuals.views
+        driver = self.driver
+        if driver.feedback is not None:
+            return driver.feedback.residuals.views
         residuals, _ = kept_shapes(shapes, self.compressor)
-        found: dict[str, Array] = renamed(self.deferred or empty_state(), residuals)["residuals"]
+        found: dict[str, Array] = renamed(driver.deferred or empty_state(), residuals)["residuals"]
         return found
 
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        names = set() if self.pipeline is None else {*self.pipeline.bucket_of}
-        self._load(renamed(state, names) if names else state, names)
-
-    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
-        return self.workers.start(collective)
-
-    def _extended(self, movements: Mapping[str, Array]) -> Pipeline:
-        """Return the pipeline, with buckets for those that have none yet, and with what a state has of them."""
-        pipeline, compressor, workers = self.pipeline, self.compressor, self.workers
-        new = {name: one for name, one in movements.items() if pipeline is None or name not in pipeline.bucket_of}
-        if not new and pipeline is not None:
-            return pipeline
-        residuals, _ = kept_shapes({name: one.shape for name, one in new.items()}, compressor)
-        deferred = renamed(self.deferred or empty_state(), residuals)
-        mine = part_of(deferred, residuals)
-
-        def check() -> None:
-            if names_in(mine):
-                check_state(mine, compressor, residuals, {})
-
-        agree_on_states(check, mine, workers)
-        if pipeline is None:
-            place = {"world": workers.world, "position": workers.position, "rank": workers.rank}
-            pipeline = Pipeline(host_ops(), compressor, **place)
-        add_buckets(pipeline, new)
-        self.pipeline = pipeline
-        if names_in(mine):
-            self.load_compression_state(merged(pipeline.state_dict(), deferred))
-        return pipeline
+    def _extended(self, movements: Mapping[str, Array]) -> Feedback:
+        """Return what lasts, with buckets for those that have none yet, and with what a state has of them."""
+        driver, known = self.driver, () if self.driver.feedback is None else self.driver.feedback.bucket_of
+        new = {name: one for name, one in movements.items() if name not in known}
+        if new or driver.feedback is None:
+            residuals, _ = kept_shapes({name: one.shape for name, one in new.items()}, self.compressor)
+            deferred = driver.deferred = renamed(driver.deferred or empty_state(), residuals)
+            driver.extend(parameters_of(new, self.compressor), new, later=names_in(deferred))
+        assert driver.feedback is not None
+        return driver.feedback
 
 
 def check_model(model: Any, optimizer: Any, every: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from horovod_sparse.contrib.lengths import Lengths
 from horovod_sparse.contrib.torch_meeting import Meeting
 from horovod_sparse.contrib.torch_movement import Groups, Movement
-from horovod_sparse.contrib.torch_workers import MovementReducer
+from horovod_sparse.contrib.torch_workers import MovementSource
 from horovod_sparse.core.agreement import Description
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -50,8 +50,7 @@ class Rounds:
         self._lengths = Lengths()
         self._lengths.grow = grow
         self.movement = Movement(parts, self._lengths)
-        self._reducer = MovementReducer(compression, transport, names)
-        self._reducer.shards = shards
+        self._source = MovementSource(compression, transport, names, shards)
         self._meeting = Meeting(transport, shards)
         self._trained: list[str] = []
         """What was trained in the last round, by name: the same on all workers."""
@@ -61,7 +60,7 @@ class Rounds:
     @property
     def active(self) -> bool:
         """Whether anything is exchanged."""
-        return self._reducer.active
+        return self._source.active
 
     @torch.no_grad()
     def begin_step(self, groups: Groups) -> None:
@@ -97,7 +96,7 @@ class Rounds:
             sample = movement.sample(parts, self._transport.device)
             found = self._meeting.meet(self._age, sample, problem, lambda: self._describe(parts))
             movement.grow(parts, self._transport.world)
-            self._reducer.exchange({part: part.detach() for part in parts})
+            self._source.exchange({part: part.detach() for part in parts})
             movement.add_to(parts)
         except BaseException:
             movement.restore()
@@ -113,14 +112,14 @@ class Rounds:
         return {
             **description(self._compression, {part: self._names[part] for part in parts}, ()),
             "settings": f"every={self._every}, grow={self._lengths.grow}",
-            "exchange": str(self._reducer.exchanges),
+            "exchange": str(self._source.exchanges),
             "shared parameters": [f"{self._names[part]}: {bits}" for part, bits in zip(parts, values, strict=True)],
         }
 
     def waiting(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor, float]]:
         """Return the parameters for which something waits, their residuals, and -1/s, which makes these movements."""
         unit = -1.0 / self._lengths.factor(self._transport.world)
-        return [(one, residual, unit) for one, residual in self._reducer.residuals_of(parameters)]
+        return [(one, residual, unit) for one, residual in self._source.residuals_of(parameters)]
 
     def state(self) -> dict[str, Any]:
         """Return what `load` continues from."""
@@ -128,7 +127,7 @@ class Rounds:
             "steps": [self._steps, self._age],
             "lengths": self._lengths.state(),
             **self.movement.state(self._names),
-            "compression": self._reducer.state_dict(),
+            "compression": self._source.driver.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -11,46 +11,67 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.state import empty_state, step_of
 from horovod_sparse.torch import stock
+from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.group_reducer import GroupReducer
+from horovod_sparse.torch.meeting import agree, fail_together
 from horovod_sparse.torch.parameters import check_memory, held, is_sharded
+from horovod_sparse.torch.source import TensorSource
 
 
-class MovementReducer(GroupReducer):
-    """Reduces movements. What waits of a parameter that has none is set aside, and those that come later get buckets."""
+class MovementSource(TensorSource):
+    """What an optimizer has moved. What waits of a parameter that has none is set aside; those that come later get buckets.
+
+    Args:
+        compressor: whose movements these are.
+        group: what joins the workers.
+        names: those of the parameters, in the order of the model.
+        shards: what joins the ranks of this worker, if its parameters are sharded.
+    """
+
+    def __init__(
+        self, compressor: TorchCompressor, group: Group, names: Mapping[Tensor, str], shards: Sequence[Group]
+    ) -> None:
+        super().__init__(compressor, group, active=compresses(group.world))
+        self._group, self._given, self._shards = group, names, shards
+        self._movements: Mapping[Tensor, Tensor] = {}
 
     @property
     def exchanges(self) -> int:
         """The number of those that buckets have made, also in a state that was loaded before the first."""
-        if self.pipeline is not None:
-            return max((bucket.state.step for bucket in self.pipeline.buckets), default=0)
-        return max((one["step"] for one in (self.deferred or {"adaptive": {}})["adaptive"].values()), default=0)
+        if self.driver.feedback is not None:
+            return max((bucket.state.step for bucket in self.driver.feedback.buckets), default=0)
+        return step_of(self.driver.deferred or empty_state())
 
     def exchange(self, movements: Mapping[Tensor, Tensor]) -> None:
         """Replace the movements by their means over the workers, in their own memory."""
-        if not movements and not self.shards:
-            return
         # A rank that holds nothing of what is sharded learns from the others whether the step has failed.
-        self._step.gradients.update(movements)
+        if not movements and not self._shards:
+            return
+        self._movements = movements
         try:
-            self._take_all()
+            new = {one: name for one, name in self._given.items() if one in movements and one not in self.names}
+            if new or self.driver.feedback is None:
+                agree(self, new, self._group, later=self._given.values())
+            self.add_rest()
         except BaseException:
             # The other workers wait for what this one has not sent.
-            self.give_up()
+            self.driver.give_up()
             raise
-        self._complete()
+        try:
+            fail_together(self.driver.complete(), self._shards)
+            self.driver.finish(self.write)
+        finally:
+            self.driver.drop()
+            self._movements = {}
 
-    def _take_all(self) -> None:
-        if any(one not in self._routes.names for one in self._step.gradients):
-            self._agree([*self._step.gradients])
-        super()._take_all()
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._movements.get(parameter)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        return self._step.gradients.get(parameter)
-
-    def _target(self, parameter: Tensor) -> Tensor:
-        return self._step.gradients[parameter] if parameter in self._step.gradients else torch.empty_like(parameter)
+    def target(self, parameter: Tensor) -> Tensor:
+        return self._movements[parameter] if parameter in self._movements else torch.empty_like(parameter)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

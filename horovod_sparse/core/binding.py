@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from horovod_sparse.compressors.base import Compressor
@@ -22,10 +22,22 @@ _FORCE = "HOROVOD_SPARSE_FORCE"
 _serving: WeakSet[BoundCompressor] = WeakSet()
 
 
+class Source(Protocol):
+    """Where an adapter gets gradients from: an optimizer's hooks, a model's buckets, a tape."""
+
+    @property
+    def driver(self) -> Store:
+        """What keeps residuals and adaptive state."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compressed."""
+
+
 class BoundCompressor(Compressor):
     """A sparsifier that serves one optimizer. Residuals and adaptive state are this rank's own."""
 
-    _store: Store | None = None
+    _source: Source | None = None
     _calls: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -34,20 +46,20 @@ class BoundCompressor(Compressor):
         if cls.__doc__ is None:
             cls.__doc__ = cls.__bases__[-1].__doc__
 
-    def bind(self, store: Store) -> None:
-        """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
+    def bind(self, source: Source) -> None:
+        """Let this compressor serve a source, which calls this when it is given the compressor; refuse a second one."""
         self.check_free()
-        self._store = store
+        self._source = source
         _serving.add(self)
 
     @property
-    def store(self) -> Store | None:
+    def source(self) -> Source | None:
         """What this compressor serves; None if nothing yet."""
-        return self._store
+        return self._source
 
     def check_free(self) -> None:
         """Raise ValueError if this compressor already serves an optimizer or a model."""
-        if self._store is not None:
+        if self._source is not None:
             raise ValueError(
                 f"compression must serve one optimizer or model, but {self!r} already serves another, whose residuals it "
                 "would mix in; give this one a compressor of its own, for instance copy.deepcopy(compression)"
@@ -78,30 +90,29 @@ class BoundCompressor(Compressor):
 
     def stats(self) -> Stats:
         """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
-        return self._bound().stats()
+        return self._driver().stats()
 
     @property
     def steps(self) -> int:
         """Number of steps that `stats` counts, without the cost of computing the rest."""
-        pipeline = None if self._store is None else self._store.pipeline
-        return 0 if pipeline is None else pipeline.steps
+        feedback = None if self._source is None else self._source.driver.feedback
+        return 0 if feedback is None else feedback.steps
 
     @property
     def residual_bytes(self) -> int:
         """Memory that this rank's residuals take, in bytes; 0 before the first step."""
-        pipeline = None if self._store is None else self._store.pipeline
-        return 0 if pipeline is None else sum(bucket.buffer.nbytes for bucket in pipeline.buckets)
+        feedback = None if self._source is None else self._source.driver.feedback
+        return 0 if feedback is None else sum(bucket.buffer.nbytes for bucket in feedback.buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
-        return self._bound().state_dict()
+        return self._driver().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
-        store = self._bound()
+        driver = self._driver()
         check_parts(state, self)
-        store.check_place(state)
-        store.load_compression_state(state)
+        driver.load(state)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals and velocities, because gradients will be `factor` times as large from now on.
@@ -109,22 +120,22 @@ class BoundCompressor(Compressor):
         With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
         """
         check_factor(factor)
-        store = self._bound()
+        driver = self._driver()
         if factor != 1.0:
-            store.rescale(float(factor))
+            driver.rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
-        self._bound().reset()
+        self._driver().reset()
 
-    def _bound(self) -> Store:
-        if self._store is None:
+    def _driver(self) -> Store:
+        if self._source is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
-        return self._store
+        return self._source.driver
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
-        return {name: value for name, value in vars(self).items() if name not in ("_store", "_ahead")}
+        return {name: value for name, value in vars(self).items() if name not in ("_source", "_ahead")}
 
 
 def check_kind(compression: object, kind: type, module: str, *, stock: bool = True) -> None:
@@ -150,7 +161,7 @@ def refuse_join() -> None:
     # An optimizer refers to itself, so it may outlive its last use.
     gc.collect()
     for one in _serving:
-        if one.store is not None and one.store.active:
+        if one.source is not None and one.source.active:
             # Horovod would turn a RuntimeError into one that elastic jobs try again after.
             raise AssertionError(
                 f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not "

@@ -1,8 +1,8 @@
-"""What happens to a gradient before it is added to the residual: clipping, and its learning rate. Imports no framework."""
+"""What happens to a gradient before it is added to the residual: clipping, loss scale, learning rate. Imports no framework."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
@@ -10,55 +10,61 @@ from horovod_sparse.compressors.momentum import Clip, clip_factor, scaled
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
+Prepare = Callable[[Array, str], Array]
+"""Returns what is added to a residual of this type for a gradient: the gradient itself, or a scaled copy of that type."""
 
-class Arrived(NamedTuple):
-    """A parameter's gradient in a step."""
 
-    name: str
-    gradient: Array | None
-    """None if the parameter has no gradient in this step."""
-    learning_rate: float | None = None
+class Terms(NamedTuple):
+    """What holds for all buckets in one step."""
+
+    momentum: Momentum | None
+    """The momentum before the selection."""
+    prepare: Prepare | None
+    """What prepares a gradient; None if nothing does."""
+    scale: float
+    """The loss scale: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not."""
+    divisor: float
+    """The number by which sums of what the workers have sent are divided. It gives them the loss scale back."""
 
 
 class Intake:
-    """Prepares the gradients of one optimizer."""
+    """How the gradients of one model are prepared, and their sums divided, the same in every step."""
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
-        self._clip, self._holds_back = compressor.clip, compressor.holds_back
-        self.in_updates = compressor.lr_in_residual
-        """Whether residuals are in units of the update, so that learning rates are needed."""
-        self._limit = self._clip.limit(world, averages=averages) if isinstance(self._clip, Clip) else 0.0
-        self.scale = 1.0
-        """The loss scale of this step: gradients arrive multiplied by it."""
-        self._factor = None if self._holds_back else 1.0
-        """The factor by which this step's gradients are clipped, with the scope "model"; None before the first step."""
+        self._divisor = float(world) if averages else 1.0
+        self._clip = clip = compressor.clip if isinstance(compressor.clip, Clip) else None
+        self._limit = 0.0 if clip is None else clip.limit(world, averages=averages)
         correction = compressor.momentum_correction
-        self.momentum: Momentum | None = None if correction is None else correction.of_step
-        """The momentum before the selection; None if the compressor has none."""
+        self._momentum: Momentum | None = None if correction is None else correction.of_step
 
-    def begin(self, gradients: Iterable[Array], scale: float) -> None:
-        """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
-        self.scale = scale
-        self._factor = clip_factor(self._ops, gradients, self._limit * scale) if self._holds_back else 1.0
+    def terms(self, gradients: Iterable[Array], scale: float) -> Terms:
+        """Return what holds in a step with this loss scale. `gradients` are all of this rank, if they are clipped together."""
+        prepare = None if self._clip is None and scale == 1.0 else self._preparation(gradients, scale)
+        return Terms(self._momentum, prepare, scale, self._divisor / scale)
 
-    def prepared(self, gradient: Array, dtype: str) -> Array:
-        """Return what is added to the residual: the gradient, clipped and divided by the loss scale; then of type `dtype`."""
-        factor = self._factor
-        if self._clip is not None and not self._holds_back:
-            factor = clip_factor(self._ops, [gradient], self._limit * self.scale)
-        assert factor is not None, "start_step is given all gradients"
-        factor /= self.scale
-        return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
+    def _preparation(self, gradients: Iterable[Array], scale: float) -> Prepare:
+        ops, clip, limit = self._ops, self._clip, self._limit * scale
+        together = None
+        if clip is None:
+            together = 1.0
+        elif clip.scope == "model":
+            together = clip_factor(ops, gradients, limit)
 
-    def rate(self, arrived: Arrived) -> float:
-        """Return the unit of a gradient where residuals hold updates. Raise ValueError for an unusable learning rate."""
-        name, _, learning_rate = arrived
-        if learning_rate is None:
-            raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
-        if learning_rate != 0.0 and not 1.0 / LARGEST <= learning_rate <= LARGEST:
-            raise ValueError(
-                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 that float32 holds, with "
-                f"lr_in_residual=True; got {learning_rate!r}. Correct the schedule"
-            )
-        return float(learning_rate)
+        def prepare(gradient: Array, dtype: str) -> Array:
+            factor = (clip_factor(ops, [gradient], limit) if together is None else together) / scale
+            return gradient if factor == 1.0 else scaled(ops, gradient, factor, dtype)
+
+        return prepare
+
+
+def checked_rate(name: str, learning_rate: float | None) -> float:
+    """Return the unit of a gradient where residuals hold updates. Raise ValueError for an unusable learning rate."""
+    if learning_rate is None:
+        raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
+    if learning_rate != 0.0 and not 1.0 / LARGEST <= learning_rate <= LARGEST:
+        raise ValueError(
+            f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 that float32 holds, with "
+            f"lr_in_residual=True; got {learning_rate!r}. Correct the schedule"
+        )
+    return float(learning_rate)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
 
 
 class Transport(Protocol):
@@ -23,7 +23,7 @@ class Transport(Protocol):
     def rank(self) -> int:
         """Its number in messages."""
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce may be in place.
 
         All workers give the same `name`. A transport matches by names, or by order. `bucket` is what is exchanged, if any.

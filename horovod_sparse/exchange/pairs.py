@@ -51,7 +51,6 @@ class Pairs(Exchange):
 
     def collectives(self, bucket: Sender) -> Exchanging:
         message = self.packed(bucket.ops, bucket.buffer, bucket.message())
-        bucket.drop_rest()
         gathered = yield Collective("allgather", message)
         # A device may have made the message while the host went on.
         bucket.finish()

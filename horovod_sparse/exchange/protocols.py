@@ -95,7 +95,7 @@ class Named(Protocol):
 
 
 class Sender(Named, Protocol):
-    """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
+    """One bucket of this rank in one step, as an exchange sees it."""
 
     ops: Ops
     numel: int
@@ -120,7 +120,7 @@ class Sender(Named, Protocol):
         """Whether all of this rank's gradients are finite."""
 
     def message(self) -> Array:
-        """Select, and return message 1 of `wire` with what was selected."""
+        """Select, take what was selected out of the residual, and return message 1 of `wire` with it."""
 
     def finish(self) -> None:
         """Wait for the selection that `message` has begun, and learn from it."""
@@ -128,14 +128,11 @@ class Sender(Named, Protocol):
     def select(self) -> Selection:
         """Return the selection from the buffer. Nothing is taken."""
 
-    def take(self, indices: Array) -> Array:
-        """Take the values at `indices` and return them."""
+    def take_out(self, indices: Array) -> Array:
+        """Take the values at `indices` out of the residual, and return them."""
 
-    def take_all(self) -> Array:
+    def take_all_out(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
-
-    def drop_rest(self) -> None:
-        """Set the residual to zero if it is not kept from step to step."""
 
     def sent(self, count: int, truncated: int = 0) -> None:
         """Record how many entries are sent, and how many had no room."""

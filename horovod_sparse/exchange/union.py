@@ -36,7 +36,6 @@ class Union(Exchange):
         headers = gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()
         checksums, bits = (list(numbers) for numbers in zip(*headers, strict=True))
         if wire.NOT_FINITE in checksums:
-            bucket.drop_rest()
             return None
         proposed: list[float] = np.array(bits, np.int32).view(np.float32).tolist()
         for worker, (checksum, number) in enumerate(zip(checksums, proposed, strict=True)):
@@ -50,7 +49,7 @@ class Union(Exchange):
         bucket.sent(len(indices), selection.found - len(selection.indices))
         bucket.observe(len(indices), proposed)
         room = min(bucket.capacity * bucket.world, bucket.numel)
-        values = bucket.take(indices)
+        values = bucket.take_out(indices)
         total = yield Collective("allreduce", ops.pack_values(values, room, []))
         check_result(bucket, total, (room,), values.dtype)
         return Entries(indices, total[: len(indices)])

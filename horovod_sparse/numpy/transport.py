@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
 
 Array = NDArray[Any]
 
@@ -23,7 +23,7 @@ class Communicator:
         self.world = 1 if comm is None else int(comm.Get_size())
         self.position = self.rank = 0 if comm is None else int(comm.Get_rank())
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         message = np.ascontiguousarray(collective.message)
         if self._comm is None:
             return lambda: message

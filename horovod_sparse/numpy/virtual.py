@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline
+from horovod_sparse.core.driver import log_start
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.plan import planned
 from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.core.step import AnySending, Step
 from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.numpy.allreduce import Shapes, add_buckets, arrays_of, check_compression, shapes_of, write_to
+from horovod_sparse.numpy.allreduce import Shapes, arrays_of, check_compression, parameters_of, shapes_of, write_to
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
@@ -43,8 +47,10 @@ class VirtualWorkers:
         self.number = number
         self._compression, self._average = compression, average
         self._shapes: Shapes = {}
-        self.pipelines: list[Pipeline] = []
+        self.feedbacks: list[Feedback] = []
         """One for each worker; none before the first call."""
+        self._steps: list[Step] = []
+        """The step of each worker; none between two calls."""
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' gradients, as new arrays by name: the same on all workers, so there is one.
@@ -67,55 +73,65 @@ class VirtualWorkers:
                 )
         shapes = shapes_of(gradients)
         apart = [{name: array[worker, ...] for name, array in gradients.items()} for worker in range(self.number)]
-        if not self.pipelines:
+        if not self.feedbacks:
             self._plan(apart)
             self._shapes = shapes
         if shapes != self._shapes:
             raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
         reduced = {name: np.zeros(shape[1:], dtype) for name, (shape, dtype) in self._shapes.items()}
-        # This also gives up a step in which an error was raised.
-        for pipeline, mine in zip(self.pipelines, apart, strict=True):
-            pipeline.start_step(mine.values())
+        self._drop()
+        steps = self._steps = [Step(one, mine.values()) for one, mine in zip(self.feedbacks, apart, strict=True)]
         # As `SparseAllreduce` does, because buckets are packed so.
         for name in reversed(self._shapes):
-            pairs = zip(self.pipelines, apart, strict=True)
-            complete = [pipeline.arrive(name, mine[name], learning_rate) for pipeline, mine in pairs]
-            buckets = [bucket for bucket in complete if bucket is not None]
-            if buckets:
-                self._exchange(buckets)
+            complete = [step.add(name, mine[name], learning_rate) for step, mine in zip(steps, apart, strict=True)]
+            sendings = [sending for sending in complete if sending is not None]
+            if sendings:
+                self._exchange(sendings)
         self._end(reduced)
         return reduced
 
     def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
-        pipelines, ops = [], host_ops()
+        feedbacks, ops, compression = [], host_ops(), self._compression
         for worker, mine in enumerate(gradients):
             where: dict[str, Any] = {"world": self.number, "position": worker, "rank": worker}
-            pipelines.append(Pipeline(ops, self._compression, averages=self._average, **where))
-            add_buckets(pipelines[-1], mine)
-        self.pipelines = pipelines
+            feedbacks.append(Feedback(ops, compression, averages=self._average, **where))
+            buckets, dense = planned(parameters_of(mine, compression), compression, self.number)
+            feedbacks[-1].add_buckets(buckets, mine.__getitem__)
+            feedbacks[-1].add_dense(dense, mine.__getitem__)
+        log_start(feedbacks[0], kernels.variant())
+        self.feedbacks = feedbacks
 
-    def _exchange(self, buckets: Sequence[AnyBucket]) -> None:
-        asked = [bucket.begin() for bucket in buckets]
+    def _exchange(self, sendings: Sequence[AnySending]) -> None:
+        asked = [sending.begin() for sending in sendings]
         while asked:
-            each = zip(self.pipelines, buckets, results_of(asked), strict=True)
-            following = [pipeline.advance(bucket, result) for pipeline, bucket, result in each]
+            each = zip(self._steps, sendings, results_of(asked), strict=True)
+            following = [step.advance(sending, result) for step, sending, result in each]
             asked = [one for one in following if one is not None]
 
     def _end(self, reduced: Mapping[str, Array]) -> None:
         """End the step of all workers. One writes what comes out and warns for all: whose own gradient is not finite."""
-        first = max(self.pipelines, key=Pipeline.knows_why)
-        for pipeline in [first, *(one for one in self.pipelines if one is not first)]:
-            pipeline.take_warnings(first)
-            pipeline.end_step(partial(write_to, reduced) if pipeline is first else lambda slots, sent: None)
+        steps, self._steps = self._steps, []
+        first = max(steps, key=lambda step: bool(step.bad()))
+        for step in [first, *(one for one in steps if one is not first)]:
+            one, other = step.feedback, first.feedback
+            one.warned, one.warned_not_finite = other.warned, other.warned_not_finite
+            step.finish(partial(write_to, reduced) if step is first else lambda slots, sent: None)
+
+    def _drop(self) -> None:
+        """Forget a step in which an error was raised."""
+        steps, self._steps = self._steps, []
+        for step in steps:
+            step.abandon()
 
     def stats(self, worker: int = 0) -> Stats:
         """Compute counts, bytes and residual norms of one worker, of the last step and on average."""
-        return self.pipelines[worker].stats() if self.pipelines else NO_STATS
+        return self.feedbacks[worker].stats() if self.feedbacks else NO_STATS
 
     def reset(self) -> None:
         """Forget the residuals, the adaptive state and the statistics of all workers."""
-        for pipeline in self.pipelines:
-            pipeline.reset()
+        self._drop()
+        for one in self.feedbacks:
+            one.reset()
 
 
 def results_of(asked: Sequence[Collective]) -> list[Array]:

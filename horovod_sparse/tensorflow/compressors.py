@@ -12,9 +12,8 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 from numpy.typing import NDArray
 
 from horovod_sparse import compressors
-from horovod_sparse.core.binding import BoundCompressor
+from horovod_sparse.core.binding import BoundCompressor, Source
 from horovod_sparse.core.state import check_parts, empty_state
-from horovod_sparse.core.store import Store
 from horovod_sparse.numpy.compiled import host_ops
 
 Tensor = Any
@@ -40,10 +39,10 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("_pending", "_scaler")}
 
-    def bind(self, store: Store) -> None:
-        super().bind(store)
+    def bind(self, source: Source) -> None:
+        super().bind(source)
         if self._pending is not None:
-            store.load_compression_state(self._pending)
+            source.driver.load(self._pending)
             self._pending = None
 
     def scale_with(self, scaler: Any) -> None:
@@ -94,10 +93,10 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() if self._store is not None else copy.deepcopy(self._pending or empty_state())
+        return super().state_dict() if self.source is not None else copy.deepcopy(self._pending or empty_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._store is not None:
+        if self.source is not None:
             super().load_state_dict(state)
         else:
             check_parts(state, self)

@@ -17,24 +17,27 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
-from horovod_sparse.core.intake import Arrived
+from horovod_sparse.core.driver import log_start
+from horovod_sparse.core.feedback import AnyBucket, Feedback
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline
+from horovod_sparse.core.step import Step
+from horovod_sparse.core.store import Store
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.ops.protocol import Array
 from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.names import load_renamed
 
 Tensor = Any
 
 
 @dataclass(frozen=True)
-class Step:
+class Given:
     """The gradients of one step and how they are reduced."""
 
     gradients: Mapping[str, Tensor]
@@ -69,13 +72,14 @@ def call_host(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequen
     return tf.numpy_function(call, inputs, types)
 
 
-class HostPipeline(Pipeline):
-    """A pipeline that is called from a graph. `worker` stands for world, position, rank and averages."""
+class HostDriver(Store):
+    """Runs steps from a graph. `worker` stands for world, position, rank and averages."""
 
     def __init__(self, compressor: Compressor, collectives: Collectives, **worker: Any) -> None:
-        super().__init__(host_ops(_threads()), compressor, **worker)
+        super().__init__(compressor)
         self._collectives = collectives
-        self._begins_dense = compressor.first_sparse_step(self.world) > 0
+        self._new_feedback = partial(Feedback, host_ops(_threads()), compressor, **worker)
+        self._begins_dense = compressor.first_sparse_step(worker["world"]) > 0
         """Whether everything is sent in the first steps."""
         self._generation: dict[str, int] = {}
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
@@ -86,33 +90,61 @@ class HostPipeline(Pipeline):
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
 
-    def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
-        generation = len(self.buckets)
-        super().add_buckets(layouts, like)
-        self._generation.update({bucket.name: generation for bucket in self.buckets[generation:]})
+    def extend(self, buckets: Sequence[Layout], dense: Sequence[Layout], advice: str) -> None:
+        """Add buckets. Log in the first step what is compressed, and `advice`."""
+        is_first = self.feedback is None
+        feedback = self.feedback = self.feedback or self._new_feedback()
+        generation = len(feedback.buckets)
+        feedback.add_buckets(buckets, lambda name: None)
+        feedback.add_dense(dense, lambda name: None)
+        self._generation.update({bucket.name: generation for bucket in feedback.buckets[generation:]})
+        if is_first:
+            log_start(feedback, kernels.variant(), advice)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        load_renamed(self, state)
+
+    def drop(self) -> None:
+        self._ended.clear()
+        self._reduced.clear()
+        super().drop()
+
+    @property
+    def known(self) -> Feedback:
+        """What lasts, once there are buckets."""
+        assert self.feedback is not None
+        return self.feedback
+
+    @property
+    def begun(self) -> Step:
+        """The step that has begun."""
+        assert self.step is not None
+        return self.step
 
     # --- called while a graph is built ---
 
-    def reduce(self, step: Step) -> dict[str, Tensor]:
+    def reduce(self, given: Given) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name.
 
         Buckets in which no parameter has a gradient take no part.
         """
-        buckets = [bucket for bucket in self.all_buckets if not step.gradients.keys().isdisjoint(bucket.slots)]
+        buckets = [bucket for bucket in self.known.all_buckets if not given.gradients.keys().isdisjoint(bucket.slots)]
         reduced: dict[str, Tensor] = {}
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
-        awaited = [*step.gradients.values()] if self.compressor.holds_back else []
+        awaited = [*given.gradients.values()] if self.compressor.holds_back else []
         with tf.device("CPU:0"):
-            start = call_host(self._start_step, (), [step.scale, *awaited], tf.bool)
+            start = call_host(self._start_step, (), [given.scale, *awaited], tf.bool)
             with tf.control_dependencies([start]):
-                ended = [one for made in self._together(buckets) for one in self._exchange_all(step, made)]
-                finite = [tf.reduce_all(tf.math.is_finite(one)) for one in (*step.others.values(), *step.own.values())]
+                ended = [one for made in self._together(buckets) for one in self._exchange_all(given, made)]
+                finite = [
+                    tf.reduce_all(tf.math.is_finite(one)) for one in (*given.others.values(), *given.own.values())
+                ]
             with tf.control_dependencies(ended):
-                end = call_host(self._end, ([*step.others],), finite, tf.bool)
+                end = call_host(self._end, ([*given.others],), finite, tf.bool)
             with tf.control_dependencies([end]):
                 for bucket in buckets:
-                    reduced.update(self._results(step, bucket))
+                    reduced.update(self._results(given, bucket))
         return reduced
 
     def _together(self, buckets: Sequence[AnyBucket]) -> list[list[AnyBucket]]:
@@ -128,23 +160,23 @@ class HostPipeline(Pipeline):
         groups[0] += [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
         return [group for group in groups if group]
 
-    def _exchange_all(self, step: Step, buckets: list[AnyBucket]) -> list[Tensor]:
-        usual = partial(self._exchange, step, buckets, self.compressor.exchange)
+    def _exchange_all(self, given: Given, buckets: list[AnyBucket]) -> list[Tensor]:
+        usual = partial(self._exchange, given, buckets, self.compressor.exchange)
         changing = [bucket.name for bucket in buckets if isinstance(bucket, Bucket)]
         if not (changing and self._begins_dense):
             return usual()
         ended: list[Tensor] = tf.cond(
             call_host(self._are_dense, (changing,), [], tf.bool),
-            partial(self._exchange, step, buckets, Dense()),
+            partial(self._exchange, given, buckets, Dense()),
             usual,
         )
         return ended
 
-    def _exchange(self, step: Step, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
+    def _exchange(self, given: Given, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
         rounds = {bucket.name: bucket.rounds_of(exchange) for bucket in buckets}
-        tensors = {bucket.name: self._begin(step, bucket, rounds[bucket.name][0]) for bucket in buckets}
+        tensors = {bucket.name: self._begin(given, bucket, rounds[bucket.name][0]) for bucket in buckets}
         for number in range(max(map(len, rounds.values()))):
             going_on = [bucket for bucket in buckets if number < len(rounds[bucket.name])]
             if number > 0:
@@ -161,25 +193,27 @@ class HostPipeline(Pipeline):
     def number_of(self, bucket: AnyBucket) -> str:
         """Return the beginning of the names of a bucket's collectives."""
         if isinstance(bucket, DenseBucket):
-            return f"dense.{self.dense.index(bucket)}"
-        return str(self.buckets.index(bucket))
+            return f"dense.{self.known.dense.index(bucket)}"
+        return str(self.known.buckets.index(bucket))
 
-    def _begin(self, step: Step, bucket: AnyBucket, first: Round) -> Tensor:
-        names = [name for name in bucket.slots if name in step.gradients]
-        inputs, dtype = [step.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
-        return call_host(self._take_in, (bucket.name, names), [step.rate, *inputs], dtype)
+    def _begin(self, given: Given, bucket: AnyBucket, first: Round) -> Tensor:
+        names = [name for name in bucket.slots if name in given.gradients]
+        inputs, dtype = [given.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
+        return call_host(self._take_in, (bucket.name, names), [given.rate, *inputs], dtype)
 
-    def _results(self, step: Step, bucket: AnyBucket) -> dict[str, Tensor]:
+    def _results(self, given: Given, bucket: AnyBucket) -> dict[str, Tensor]:
         """Return the reduced gradients of a bucket's parameters that have a gradient, once the step has ended."""
-        names = [name for name in bucket.slots if name in step.gradients]
-        types = [step.dtypes[name] for name in names]
+        names = [name for name in bucket.slots if name in given.gradients]
+        types = [given.dtypes[name] for name in names]
         reduced = call_host(self._hand_out, (bucket.name, names, types), [], types)
         return {name: tf.ensure_shape(one, bucket.slots[name].shape) for name, one in zip(names, reduced, strict=True)}
 
     # --- called from the graph ---
 
     def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
-        self.start_step(gradients, float(scale))
+        # A step that has failed has never been.
+        self.drop()
+        self.step = Step(self.known, gradients, float(scale))
         return np.True_
 
     def _are_dense(self, names: list[str]) -> np.bool_:
@@ -187,20 +221,21 @@ class HostPipeline(Pipeline):
 
         One that took no part in some steps goes on with the others' step.
         """
-        buckets = [one for one in map(self.bucket_of.get, names) if isinstance(one, Bucket)]
+        buckets = [one for one in map(self.known.bucket_of.get, names) if isinstance(one, Bucket)]
         step = max(bucket.state.step for bucket in buckets)
         for bucket in buckets:
             bucket.state.step = step
         return np.bool_(buckets[0].is_dense)
 
     def _take_in(self, name: str, names: list[str], rate: np.float64, *inputs: NDArray[Any]) -> NDArray[Any]:
-        bucket, gradients = self.bucket_of[name], dict(zip(names, inputs, strict=True))
+        step, gradients = self.begun, dict(zip(names, inputs, strict=True))
         learning_rate = None if math.isnan(rate) else float(rate)
-        self.arrive_together(bucket, [Arrived(one, gradients.get(one), learning_rate) for one in bucket.slots])
-        return self._message(bucket.begin())
+        for one in self.known.bucket_of[name].slots:
+            step.add(one, gradients.get(one), learning_rate)
+        return self._message(step.sendings[name].begin())
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
-        collective = self.advance(self.bucket_of[name], result)
+        collective = self.begun.advance(self.begun.sendings[name], result)
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             self._ended.add(name)
@@ -211,7 +246,8 @@ class HostPipeline(Pipeline):
         return np.ascontiguousarray(collective.message)
 
     def _conclude(self, name: str, result: NDArray[Any]) -> np.bool_:
-        if name not in self._ended and self.advance(self.bucket_of[name], result) is not None:
+        step = self.begun
+        if name not in self._ended and step.advance(step.sendings[name], result) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         return np.True_
 
@@ -219,39 +255,36 @@ class HostPipeline(Pipeline):
         if not all(finite[: len(names)]):
             # They are so on all ranks; this rank names its own.
             own = zip(names, finite[len(names) :], strict=True)
-            self.fail([name for name, is_finite in own if not is_finite])
+            self.begun.fail([name for name, is_finite in own if not is_finite])
+        step, self.step = self.begun, None
         self._ended.clear()
-        self.end_step(self._keep)
+        step.finish(self._keep)
         return np.True_
 
     def _keep(self, slots: Sequence[Slot], reduced: Reduced) -> None:
-        bucket = self.bucket_of[slots[0].name]
+        bucket = self.known.bucket_of[slots[0].name]
         # Half-precision sums are rounded once, at the end, instead of after every rank.
         kept = [self._pool.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots]
         reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
         self._reduced[bucket.name] = kept
 
     def _hand_out(self, name: str, names: list[str], types: list[Any]) -> list[NDArray[Any]]:
-        bucket = self.bucket_of[name]
+        bucket, feedback = self.known.bucket_of[name], self.known
         slots, arrays = bucket.slots, dict(zip(bucket.slots, self._reduced.pop(name), strict=True))
         # What is reduced dense with momentum has a velocity even without a gradient.
-        for one in slots.keys() - names if isinstance(bucket, Bucket) or self.intake.momentum is None else ():
+        for one in slots.keys() - names if isinstance(bucket, Bucket) or bucket.velocity is None else ():
             # Not a number: a gradient of the bucket was not finite.
             if arrays[one].any() and not np.isnan(arrays[one]).any():
                 raise RuntimeError(
-                    f"rank {self.rank}: variable {one!r} must have a gradient on all ranks or on none, but it has none here: "
-                    "with stock Horovod the others would wait for ever; give zeros for variables that are unused on some ranks"
+                    f"rank {feedback.rank}: variable {one!r} must have a gradient on all ranks or on none, but it has none "
+                    "here: with stock Horovod the others would wait for ever; give zeros for variables that are unused on "
+                    "some ranks"
                 )
         with np.errstate(over="ignore"):
             return [
                 arrays[one].reshape(slots[one].shape).astype(dtype.as_numpy_dtype, copy=False)
                 for one, dtype in zip(names, types, strict=True)
             ]
-
-    def abort(self) -> None:
-        self._ended.clear()
-        self._reduced.clear()
-        super().abort()
 
 
 def _threads() -> int:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from horovod.tensorflow import global_process_set
 
 from horovod_sparse.core.state import PARTS, names_in
+from horovod_sparse.core.store import Store
 
 Variable = Any
 
@@ -107,3 +108,14 @@ def broadcast_variables(
     For a Keras 3 model pass `model.weights`: `model.variables` also has the states of random generators.
     """
     return stock.broadcast_variables([plain(variable) for variable in variables], root_rank, process_set, inplace)
+
+
+def load_renamed(store: Store, state: Mapping[str, Any]) -> None:
+    """Load the state of the variables that have buckets by their names now, and defer the rest until its variables have."""
+    store.drop()
+    feedback = store.feedback
+    if feedback is None:
+        store.load_part(state, ())
+    else:
+        names = {*feedback.residuals.shapes, *feedback.velocities.shapes}
+        store.load_part(renamed(state, names), feedback.bucket_of)

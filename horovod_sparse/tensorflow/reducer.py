@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse import kernels
 from horovod_sparse.core.agreement import (
     RELEASE,
     check_arguments,
@@ -25,12 +24,12 @@ from horovod_sparse.core.agreement import (
     is_elastic,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Layout, Parameter, check_limits, planned
+from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.core.plan import check_limits, planned
 from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
-from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
-from horovod_sparse.tensorflow.host import HostPipeline, Step
+from horovod_sparse.tensorflow.host import Given, HostDriver
 from horovod_sparse.tensorflow.names import Names, renamed
 from horovod_sparse.tensorflow.reduction import Reduction
 
@@ -45,11 +44,8 @@ _made: Counter[str] = Counter()
 _SUSPICIOUS = 10
 
 
-class Reducer(Store):
+class Reducer:
     """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
-
-    compressor: TensorflowCompressor
-    pipeline: HostPipeline | None = None
 
     def __init__(self, compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> None:
         if is_elastic():
@@ -57,7 +53,6 @@ class Reducer(Store):
                 f"compression must be hvd.Compression.none in an elastic job of TensorFlow, got {compressor!r}: residuals do "
                 "not follow the workers; start the job without --min-np and --host-discovery-script, or use PyTorch"
             )
-        super().__init__()
         self.reduction = reduction
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
@@ -74,6 +69,14 @@ class Reducer(Store):
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self.sparse: list[str] = []
         # The gradients of embeddings have a different number of rows in every step.
+        self.driver = HostDriver(
+            compressor,
+            self._collectives,
+            world=self._process_set.size(),
+            position=self._process_set.rank(),
+            rank=mpi_ops.rank(),
+            averages=reduction.averages,
+        )
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
@@ -126,12 +129,12 @@ class Reducer(Store):
     ) -> list[Any]:
         """Build the operations. They are traced again when new `agreements` give buckets for more variables."""
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        if self.pipeline is None or not given:
+        if self.driver.feedback is None or not given:
             return gradients
         own = {name: self._slices(name, given.pop(name)) for name in self.sparse if name in given}
         others = {name: self._gather_slices(name, slices) for name, slices in own.items()}
-        reduced = self.pipeline.reduce(
-            Step(
+        reduced = self.driver.reduce(
+            Given(
                 gradients=given,
                 own={name: slices.values for name, slices in own.items()},
                 others={name: slices.values for name, slices in others.items()},
@@ -178,16 +181,13 @@ class Reducer(Store):
             self._agree([*given], new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree([*given], new, sparse, "")
-        is_first = self.pipeline is None
-        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
-        pipeline.add_buckets(buckets)
-        pipeline.add_dense(dense, lambda name: None)
-        if is_first:
-            log_start(pipeline, kernels.variant(), advice=self.advice)
+        driver = self.driver
+        driver.extend(buckets, dense, self.advice)
         self.sparse.extend(sparse)
+        driver.sparse = self.sparse
         self._dtypes.update({name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
-            self.load_compression_state(merged(pipeline.state_dict(), deferred))
+            driver.load(merged(driver.known.state_dict(), deferred))
 
     def _lay_out(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
@@ -210,24 +210,13 @@ class Reducer(Store):
 
     def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
         """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
-        if self.deferred is None:
+        if self.driver.deferred is None:
             return None
-        self.check_place(self.deferred)
         shapes = {slot.name: slot.shape for layout in layouts for slot in layout.slots}
         residuals, velocities = kept_shapes(shapes, self.compressor)
-        deferred = renamed(self.deferred, {**residuals, **velocities})
+        deferred = renamed(self.driver.deferred, {**residuals, **velocities})
         check_state(part_of(deferred, {*residuals, *velocities}), self.compressor, residuals, velocities)
         return deferred
-
-    def _make_pipeline(self) -> HostPipeline:
-        return HostPipeline(
-            self.compressor,
-            self._collectives,
-            world=self._process_set.size(),
-            position=self._process_set.rank(),
-            rank=mpi_ops.rank(),
-            averages=self.reduction.averages,
-        )
 
     def _agree(self, given: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any.
@@ -259,24 +248,10 @@ class Reducer(Store):
     def _first_collective(self, names: Sequence[str]) -> str | None:
         """Return a collective of a step of these variables; None if no variable is planned yet."""
         for name in names:
-            if self.pipeline is not None and name in self.pipeline.bucket_of:
-                return f"{self.pipeline.number_of(self.pipeline.bucket_of[name])}.0"
+            feedback = self.driver.feedback
+            if feedback is not None and name in feedback.bucket_of:
+                return f"{self.driver.number_of(feedback.bucket_of[name])}.0"
         return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
-
-    # --- statistics and state: see `Store` ---
-
-    def between_steps(self) -> HostPipeline | None:
-        """Return the pipeline. A step that has failed is given up."""
-        if self.pipeline is not None:
-            self.pipeline.abort()
-        return self.pipeline
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the variables that have been planned, and keep the rest until its variables are."""
-        pipeline = self.pipeline
-        kept = () if pipeline is None else (pipeline.residuals, pipeline.velocities)
-        names = {name for arrays in kept for name in arrays.shapes}
-        self._load(renamed(state, names), () if pipeline is None else {*pipeline.bucket_of})
 
 
 def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:
@@ -285,7 +260,7 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
     One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
-    bound = compressor.store
+    bound = compressor.source
     if not (shared and isinstance(bound, Reducer) and bound.shared):
         compressor.check_free()
         if shared:

@@ -49,8 +49,10 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         Raises:
             RuntimeError: the compressor serves no optimizer yet, or its first step is over.
         """
-        store: Any = self._bound()
-        store.scale_with(scaler)
+        # Raises if there is no source.
+        self._driver()
+        source: Any = self.source
+        source.scale_with(scaler)
 
     @contextmanager
     def ahead(self, model: nn.Module, coefficient: float) -> Iterator[None]:
@@ -73,14 +75,14 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
             RuntimeError: a parameter that was moved was written to within the block; it is what it was before.
         """
         check_number("coefficient", coefficient, "in [0, 1]", lambda c: 0.0 <= c <= 1.0)
-        store: Any = self._store
-        if store is None or not store.active or coefficient == 0.0:
+        source: Any = self.source
+        if source is None or not source.active or coefficient == 0.0:
             yield
             return
         if self._ahead is None:
             self._ahead = Ahead()
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        with self._ahead.block(dict(inner.named_parameters()), coefficient, store.waiting):
+        with self._ahead.block(dict(inner.named_parameters()), coefficient, source.waiting):
             yield
 
 

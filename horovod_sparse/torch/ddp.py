@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse.core.agreement import check_momentum
+from horovod_sparse.core.binding import compresses
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.group_reducer import GroupReducer
+from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.meeting import agree
+from horovod_sparse.torch.source import TensorSource
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
@@ -44,22 +47,40 @@ def check_fit(
         )
 
 
-class DDPReducer(GroupReducer):
-    """Reduces the gradients of one model. `GroupReducer` has its other arguments.
+class DDPSource(TensorSource):
+    """The gradients of one model in `DistributedDataParallel`.
 
     Args:
+        compressor: whose gradients these are.
+        group: DDP's ranks.
+        given: the model's parameters with their names; none if nobody has told them. They get numbers then.
+        optimizer: see `TensorSource`.
         finds_unused: whether a backward pass may leave out parameters. DDP then hands over what is left in their gradients.
     """
 
-    def __init__(self, *args: Any, finds_unused: bool = True) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        compressor: TorchCompressor,
+        group: Group,
+        given: Mapping[Tensor, str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        finds_unused: bool = True,
+    ) -> None:
+        super().__init__(compressor, group, active=compresses(group.world), optimizer=optimizer)
+        self._group, self._given = group, given
+        self._gradients: dict[Tensor, Tensor] = {}
+        """This step's gradients, in DDP's buckets, whose memory gets the reduced ones."""
+        self._promised: list[tuple[Tensor, Future[Tensor]]] = []
+        """DDP's buckets in this step, and what tells DDP that each is reduced."""
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
+        self._used: set[Tensor] | None = set() if finds_unused and self.active else None
+        """The parameters that have got a gradient in this step; None if all have."""
         self._noted: set[Tensor] = set()
         """The parameters whose gradients are noted as they come."""
-        if finds_unused and self.active:
-            self._used = set()
-            self._note(self._given_names)
+        if self._used is not None:
+            self._note(given)
 
     def _note(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Note from now on which parameters get gradients, as long as this object lives. Return those that are new."""
@@ -72,57 +93,76 @@ class DDPReducer(GroupReducer):
         self._noted.update(new)
         return new
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._gradients[parameter] if self._used is None or parameter in self._used else None
+
+    def target(self, parameter: Tensor) -> Tensor:
+        return self._gradients[parameter]
+
     @torch.no_grad()
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Take a bucket's gradients. Return the bucket, which holds the mean of all ranks' gradients once all are reduced."""
-        buffer = bucket.buffer()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self.active:
             future.set_result(buffer)
             return future
-        self._take_bucket(bucket)
-        self._step.promised.append((buffer, future))
+        if bucket.index() == 0:
+            self._begin_backward()
+        if self.driver.feedback is None:
+            self._check(bucket)
+        if self._used is not None:
+            # The bare hook meets its parameters here. Those that are new have gradients.
+            self._used.update(self._note(parameters))
+        self._gradients.update(zip(parameters, bucket.gradients(), strict=True))
+        self._promised.append((buffer, future))
+        if self.driver.feedback is not None and not self.compressor.holds_back:
+            self.begin()
+            for parameter in parameters:
+                if parameter not in self.names:
+                    raise self._of_another_model()
+                self.add(parameter)
         if bucket.is_last():
             self._finish()
         return future
 
-    def _take_bucket(self, bucket: Any) -> None:
-        if bucket.index() == 0:
-            backward = torch._C._current_graph_task_id()
-            if self._step.promised and backward != self._backward:
-                # Backward was interrupted.
-                self.give_up()
-            self._backward = backward
-        known = self._routes.names or self._given_names
-        if known and any(parameter not in known for parameter in bucket.parameters()):
-            raise ValueError(
-                f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
-                "compressor of its own"
-            )
+    def _begin_backward(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if self._promised and backward != self._backward:
+            # Backward was interrupted.
+            self.settle("reduce")
+        self._backward = backward
+
+    def _check(self, bucket: Any) -> None:
+        """Raise ValueError for a bucket of the first step that cannot be reduced."""
+        if self._given and any(parameter not in self._given for parameter in bucket.parameters()):
+            raise self._of_another_model()
         if bucket.buffer().is_sparse:
             # DDP reduces sparse gradients alone, in a bucket each.
-            names = [self._given_names.get(parameter, "(without a name)") for parameter in bucket.parameters()]
+            names = [self._given.get(parameter, "(without a name)") for parameter in bucket.parameters()]
             raise ValueError(
                 f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
                 "embedding with sparse=False"
             )
-        if self._used is not None:
-            # The bare hook meets its parameters here. Those that are new have gradients.
-            self._used.update(self._note(bucket.parameters()))
-        self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        if self.pipeline is not None and not self.compressor.holds_back:
-            self._begin_step()
-            for parameter in bucket.parameters():
-                self._take(parameter, self._routes.names[parameter])
+
+    def _of_another_model(self) -> ValueError:
+        return ValueError(
+            f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
+            "compressor of its own"
+        )
 
     def _finish(self) -> None:
         """End the step. What all ranks raise comes when DDP has ended its own step: before, training could not go on."""
-        promised = self._step.promised
+        promised = self._promised
         try:
-            self._complete()
+            if self.driver.feedback is None:
+                self._agree()
+            self.add_rest()
+            self.driver.complete()
+            self.driver.finish(self.write)
         except RuntimeError as raised:
-            error = raised
-            if self.pipeline is None or self.pipeline.is_broken or self._backward == _NO_BACKWARD:
+            error, feedback = raised, self.driver.feedback
+            if feedback is None or feedback.is_broken or self._backward == _NO_BACKWARD:
                 raise
 
             def end() -> None:
@@ -131,11 +171,25 @@ class DDPReducer(GroupReducer):
             # DDP ends its step in a callback that comes between these two.
             engine = Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(end))
+        finally:
+            self.driver.drop()
+            self._forget()
         for buffer, future in promised:
             future.set_result(buffer)
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._step.begun:
-            # The last bucket of a backward pass ends the step, so this one was interrupted.
-            self.give_up()
-        return super().state_dict()
+    def _agree(self) -> None:
+        new = {parameter: name for parameter, name in self._given.items() if parameter in self._gradients}
+        if not new:
+            # Backward begins with the last parameters of the model.
+            new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(self._gradients)])}
+        agree(self, new, self._group)
+
+    def _forget(self) -> None:
+        self._gradients, self._promised = {}, []
+        if self._used is not None:
+            self._used.clear()
+
+    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+        # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
+        super().settle(call, state)
+        self._forget()

@@ -22,25 +22,25 @@ class SparseStateHandler(OptimizerStateHandler):  # type: ignore[misc]  # Horovo
         self.save()
 
     @property
-    def _reducer(self) -> Any:
-        return getattr(self.value, "_sparse_reducer", None)
+    def _source(self) -> Any:
+        return getattr(self.value, "_sparse_source", None)
 
     def save(self) -> None:
         super().save()
-        if self._reducer is not None:
-            self._kept = self._reducer.state_dict()
+        if self._source is not None:
+            self._kept = self._source.driver.state_dict()
 
     def restore(self) -> None:
-        if self._reducer is not None:
+        if self._source is not None:
             # Horovod may be down: nothing may wait for it.
-            self._reducer.begin_again(self._kept)
+            self._source.begin_again(self._kept)
         super().restore()
 
     def reset(self) -> None:
         """Begin again, because the workers have changed. What is kept stays."""
-        if self._reducer is not None:
-            self._reducer.drop_step()
-            self._reducer.begin_again(self._reducer.state_dict())
+        if self._source is not None:
+            self._source.drop_step()
+            self._source.begin_again(self._source.driver.state_dict())
 
 
 def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

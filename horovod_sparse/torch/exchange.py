@@ -12,8 +12,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
 from horovod_sparse.exchange.received import disagreement
 
 
@@ -39,7 +39,7 @@ class Collectives:
     def rank(self) -> int:
         return int(mpi_ops.rank())
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         message, where = collective.message, {"name": self._full(name), "process_set": self._process_set}
         if collective.kind == "allgather":
             handle = mpi_ops.allgather_async(message, **where)

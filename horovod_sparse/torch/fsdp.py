@@ -17,16 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from horovod_sparse.core.binding import compresses
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import check_fit
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.group_reducer import GroupReducer
+from horovod_sparse.torch.meeting import agree, fail_together
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
+from horovod_sparse.torch.source import TensorSource
 from horovod_sparse.torch.uncompiled import uncompiled
 
 
-class ShardedReducer(GroupReducer):
-    """Reduces the shards of `model` that this rank holds, between `replicas`; the ranks of `mesh` hold this replica."""
+class ShardedSource(TensorSource):
+    """The shards of gradients that this rank holds; `replicas` hold the same ones, and the ranks of `mesh` this replica."""
 
     def __init__(
         self,
@@ -38,15 +40,18 @@ class ShardedReducer(GroupReducer):
     ) -> None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._parts = held(names)
-        given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
-        super().__init__(compressor, replicas, given, optimizer)
+        self._given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
+        place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
+        super().__init__(compressor, replicas, active=compresses(replicas.world), optimizer=optimizer, place=place)
+        self._group, self._place = replicas, place
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.shards = shards_of(mesh, next(iter(self._parts.values())).device)
-        self._place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
-        """Which shard of each parameter is here."""
-        self._used_whole: set[Tensor] = set()
+        self._shards = shards_of(mesh, next(iter(self._parts.values())).device)
+        self._gradients: dict[Tensor, Tensor] = {}
+        """This step's gradients of the parts, whose memory gets the reduced ones."""
+        self._used: set[Tensor] = set()
         """The parameters of the model that have got a gradient in this backward pass."""
-        self._used = set()
+        self._used_parts: set[Tensor] = set()
+        """The parts of these."""
         for parameter in names if self.active else ():
             if parameter.requires_grad:
                 # The hooks keep this object alive, as long as the model lives.
@@ -54,71 +59,74 @@ class ShardedReducer(GroupReducer):
 
     def note(self, parameter: Tensor) -> None:
         """Note that a parameter has got a gradient. With the first one of a backward pass, have its end noticed."""
-        if not self._used_whole:
+        if not self._used:
             # FSDP has queued its own end before.
             Variable._execution_engine.queue_callback(self.end_backward)
-        self._used_whole.add(parameter)
+        self._used.add(parameter)
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._gradients[parameter] if parameter in self._used_parts else None
+
+    def target(self, parameter: Tensor) -> Tensor:
+        return self._gradients[parameter]
 
     @uncompiled
     @torch.no_grad()
     def end_backward(self) -> None:
         """Reduce the gradients. FSDP has ended its backward pass."""
         follow(self._parts)
-        used, self._used = self._used_whole, {part for whole, part in self._parts.items() if whole in self._used_whole}
-        idle, trained = {}, {}
+        idle: dict[Tensor, Tensor | None] = {}
         for whole, part in self._parts.items():
             if not whole.requires_grad or not part.numel():
                 continue
-            if whole not in used:
+            if whole not in self._used:
                 idle[whole] = None if whole.grad is None else whole.grad.clone()
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
-            trained[part] = local_part(whole.grad)
+            self._gradients[part] = local_part(whole.grad)
+        self._used_parts = {part for whole, part in self._parts.items() if whole in self._used}
         try:
-            self._step.gradients.update(self._of_all(trained))
-            self._complete()
+            self._reduce()
         finally:
-            used.clear()
+            self.driver.drop()
+            self._used.clear()
+            self._gradients = {}
         for whole, before in idle.items():
             # As with a dense average, what no replica has used keeps what it had.
             if whole.grad is not None and not local_part(whole.grad).any():
                 whole.grad = before
 
-    # --- settings and state ---
+    def _reduce(self) -> None:
+        late = [name for part, name in self._given.items() if part in self._gradients and part not in self.names]
+        if late and self.names:
+            raise ValueError(
+                f"parameters must require gradients from the first step on, or never, got {late} later; wrap the module anew, "
+                "and register it with a new compression"
+            )
+        if self.driver.feedback is None:
+            new = {part: name for part, name in self._given.items() if part in self._gradients}
+            agree(self, new, self._group, more={"shard": self._place, "averages": str(self.averages)})
+        # Of those that are frozen now, nothing is sent.
+        self._gradients |= {part: torch.zeros_like(part) for part in self.names if part not in self._gradients}
+        self.add_rest()
+        fail_together(self.driver.complete(), self._shards)
+        self.driver.finish(self.write)
+
+    # --- settings ---
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the parts that are here."""
-        return (
-            []
-            if self.optimizer is None
-            else [
-                {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
-                for group in self.optimizer.param_groups
-            ]
-        )
-
-    def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
-        return {**super()._describe(new), "shard": self._place, "averages": str(self._averages)}
+        groups = super().param_groups
+        return [{**one, "params": [self._parts[p] for p in one["params"] if p in self._parts]} for one in groups]
 
     @property
-    def _averages(self) -> bool:
+    def averages(self) -> bool:
         """Whether FSDP averages, too. With a factor of the user's own, it divides by that alone."""
         factors = {group.gradient_divide_factor for module in self._modules for group in _parameter_groups(module)}
         if len(factors) > 1:
             raise ValueError(f"set_gradient_divide_factor must be called for all modules alike, got {factors}")
         return factors == {None}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "shard": self._place}
-
-    def check_place(self, state: Mapping[str, Any]) -> None:
-        theirs = state.get("shard", "a model that is not sharded")
-        if theirs != self._place:
-            raise ValueError(
-                f"state must be that of shard {self._place}, got that of {theirs}: residuals belong to a shard; use as many "
-                "shards as when it was saved, and load on each rank what a rank with its shard has saved"
-            )
 
 
 def register_sharded(
@@ -131,12 +139,12 @@ def register_sharded(
     check_memory({local_part(parameter): name for parameter, name in names.items()})
     check_fit(compression, optimizer, names)
     hooks = [hook for one in names for hook in (getattr(one, "_post_accumulate_grad_hooks", None) or {}).values()]
-    if any(isinstance(getattr(hook, "__self__", None), ShardedReducer) for hook in hooks):
+    if any(isinstance(getattr(hook, "__self__", None), ShardedSource) for hook in hooks):
         raise RuntimeError(
             "model must have no compression yet, but register was called for it before; call compression.reset() of the one "
             "that it has to begin anew"
         )
-    ShardedReducer(compression, replicas, mesh, model, optimizer)
+    ShardedSource(compression, replicas, mesh, model, optimizer)
 
 
 def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:

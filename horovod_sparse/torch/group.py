@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
 
 # PyTorch has renamed it.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -45,7 +45,7 @@ class Group:
         self.group = group
         self.device = device
 
-    def start(self, collective: Collective, name: str = "", bucket: AnyBucket | None = None) -> Wait:
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
         message: Tensor = collective.message.contiguous()
         where: dict[str, Any] = {"group": self.group, "async_op": True}
         if collective.kind == "allgather":

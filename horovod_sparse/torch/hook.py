@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.ddp import DDPReducer, check_fit
+from horovod_sparse.torch.ddp import DDPSource, check_fit
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -37,13 +37,13 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
             gradients, or ranks have different settings or parameters.
         RuntimeError: on every other rank, after the step, if one has given the step up after an exception.
     """
-    check_kind(state, TorchCompressor, "horovod_sparse.torch", stock=False)
-    _check_bucket(bucket)
-    store = state.store
-    if not isinstance(store, DDPReducer):
+    source = state.source if isinstance(state, TorchCompressor) else None
+    if not (isinstance(source, DDPSource) and isinstance(bucket, GradBucket)):
+        check_kind(state, TorchCompressor, "horovod_sparse.torch", stock=False)
+        _check_bucket(bucket)
         check_fit(state, None, {})
-        store = DDPReducer(state, Group(None, bucket.buffer().device), {})
-    return store.reduce(bucket)
+        source = DDPSource(state, Group(None, bucket.buffer().device), {})
+    return source.reduce(bucket)
 
 
 def register(
@@ -100,7 +100,7 @@ def register(
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
     finds_unused = model.find_unused_parameters and not model.static_graph
-    DDPReducer(compression, group, names, optimizer, finds_unused=finds_unused)
+    DDPSource(compression, group, names, optimizer, finds_unused=finds_unused)
 
 
 def _check_bucket(bucket: object) -> None:

@@ -26,8 +26,8 @@ from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release, complete_global_set
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import SparseStateHandler
+from horovod_sparse.torch.horovod import HorovodSource, source_of
 from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.reducer import Reducer, reducer_of
 from horovod_sparse.torch.uncompiled import uncompiled
 
 
@@ -103,7 +103,7 @@ def _init(stock: Method) -> Method:
         try:
             stock(*arguments.args, **arguments.kwargs)
             if is_ours:
-                self._sparse_reducer = Reducer(self, compression)
+                self._sparse_source = HorovodSource(self, compression)
         except BaseException:
             # The hooks, of an optimizer that is not there, end with these.
             vars(self).get("_grad_accs", []).clear()
@@ -133,8 +133,8 @@ def _make_hook(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
         if not isinstance(self._compression, TorchCompressor):
             return stock(self, p)
-        # Stock Horovod makes the hooks before there is a reducer.
-        return uncompiled(lambda *_: self._sparse_reducer.submit(p))
+        # Stock Horovod makes the hooks before there is a source.
+        return uncompiled(lambda *_: self._sparse_source.submit(p))
 
     return extended
 
@@ -142,27 +142,27 @@ def _make_hook(stock: Method) -> Method:
 def _add_param_group(stock: None) -> Method:
     def extended(self: Any, param_group: dict[str, Any]) -> None:
         _above_horovod(self).add_param_group(param_group)
-        reducer = reducer_of(self)
-        if reducer is not None:
-            reducer.parameters_added()
+        source = source_of(self)
+        if source is not None:
+            source.parameters_added()
 
     return extended
 
 
 def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Return what makes the extension: `own(self, reducer, stock, ...)` if there is a reducer, else the stock method.
+    """Return what makes the extension: `own(self, source, stock, ...)` if there is a source, else the stock method.
 
     A library's wrapper, whose class derives from the optimizer's, has no state of its own. The optimizer's is used.
     """
 
     def extend(stock: Method) -> Method:
         def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
-            reducer = reducer_of(self)
-            if reducer is None:
+            source = source_of(self)
+            if source is None:
                 return stock(self, *args, **kwargs)
-            if self is not reducer.optimizer:
-                return getattr(reducer.optimizer, stock.__name__)(*args, **kwargs)
-            return own(self, reducer, stock, *args, **kwargs)
+            if self is not source.optimizer:
+                return getattr(source.optimizer, stock.__name__)(*args, **kwargs)
+            return own(self, source, stock, *args, **kwargs)
 
         return extended
 
@@ -170,17 +170,17 @@ def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
 
 
 @_if_ours
-def _of_the_optimizer(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> Any:
+def _of_the_optimizer(self: Any, source: HorovodSource, stock: Method, *args: Any, **kwargs: Any) -> Any:
     return stock(self, *args, **kwargs)
 
 
 @_if_ours
-def _synchronize(self: Any, reducer: Reducer, stock: Method) -> None:
-    reducer.synchronize()
+def _synchronize(self: Any, source: HorovodSource, stock: Method) -> None:
+    source.synchronize()
 
 
 @_if_ours
-def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> Any:
+def _step(self: Any, source: HorovodSource, stock: Method, closure: Any = None) -> Any:
     def reduced_closure() -> Any:
         loss = closure()
         if self._should_synchronize:
@@ -203,8 +203,8 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
 
 
 @_if_ours
-def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
-    reducer.end_interrupted()
+def _zero_grad(self: Any, source: HorovodSource, stock: Method, *args: Any, **kwargs: Any) -> None:
+    source.end_interrupted()
     if self._handles:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -216,13 +216,13 @@ def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs:
 
 
 @_if_ours
-def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+def _load_state_dict(self: Any, source: HorovodSource, stock: Method, *args: Any, **kwargs: Any) -> None:
     if self._handles:
         # Collectives that are under way must finish before the handles are dropped.
         self.synchronize()
     self._synchronized, self._should_synchronize = False, True
     _above_horovod(self).load_state_dict(*args, **kwargs)
-    reducer.settings_changed()
+    source.settings_changed()
 
 
 def _reset(stock: None) -> Method:

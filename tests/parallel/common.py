@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import is_torchelastic_launched
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from worker import Worker
 
 import horovod_sparse.torch as adapter
-from horovod_sparse.core.pipeline import Pipeline
 
 from .ddp import ranks
 from .makers import MakeCompression, makers
@@ -191,7 +191,7 @@ class Oracle:
     """All ranks' pipelines, in NumPy and in this process."""
 
     def __init__(self, compression: Any, shapes: Mapping[str, Sequence[int]], world: int) -> None:
-        self.pipelines: list[Pipeline] = [
+        self.pipelines: list[Worker] = [
             make_pipeline(ORACLE, compression, shapes, world=world, position=position) for position in range(world)
         ]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-
-from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import SIDCo, reducer
 from horovod_sparse.torch.reducer import Reducer
+from worker import Worker
+
+from horovod_sparse.torch import SIDCo, reducer
 
 from .common import BUCKET_BYTES, loss_of, small_model, wrap
 from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, before, wait_for
@@ -49,7 +49,7 @@ def main(fault: Fault, folder: Path) -> None:
     elif fault.moment == "synchronize":
         # The last weight in backward: other buckets of this rank are under way.
         model.get_parameter("0.weight").register_hook(late)
-        before(Pipeline, "complete", announce)
+        before(Worker, "complete", announce)
     else:
         before(*CALLS[fault.moment], fault.happen)
     for step in range(STEPS):

@@ -11,11 +11,11 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.torch import optimizer as horovod_optimizer
-from torch import nn
-
-from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, Union, seam
 from horovod_sparse.torch.reducer import Reducer
+from torch import nn
+from worker import Worker
+
+from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, Union, seam
 
 from .common import (
     BUCKET_BYTES,
@@ -458,7 +458,7 @@ def after_an_exception_while_it_waits_a_compression_refuses_to_go_on(resets: boo
     optimizer = wrap(model, compression)
     train(model, optimizer, range(3))
     state = compression.state_dict()
-    with patch.object(Pipeline, "advance", side_effect=_StoppedError):
+    with patch.object(Worker, "advance", side_effect=_StoppedError):
         raised(_StoppedError, lambda: train(model, optimizer, [3]))
     for _ in range(2):
         text = raised(RuntimeError, lambda: train(model, optimizer, [4]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import CHUNK, write
@@ -120,8 +121,8 @@ class DeviceBucket:
     def forget(self) -> None:
         self._limit = math.inf
 
-    def begin(self, state: BucketState, k: int, capacity: int, *, selects: bool) -> None:
-        self._state, self._k, self._capacity = state, k, capacity
+    def begin(self, state: BucketState, stage: Stage) -> None:
+        self._state, self._k, self._capacity = state, stage.k, stage.capacity
 
     def _floor(self) -> float:
         return self.rule.floor(self._state, self._limit * (1.0 - self._margin))

@@ -1,6 +1,6 @@
-"""Reduces the gradients of a wrapped optimizer whose compression is one of ours.
+"""The gradients of a wrapped optimizer whose compression is one of ours.
 
-Hooks give a reducer gradients while backward goes on, and never wait for another rank. `synchronize` waits, once. It reduces
+Hooks hand gradients over while backward goes on, and never wait for another rank. `synchronize` waits, once. It reduces
 whole steps: the first, before which the ranks compare their settings, and every step of a compressor that must see all
 gradients first.
 """
@@ -21,14 +21,13 @@ from torch.utils.weak import TensorWeakRef
 
 from horovod_sparse.core.agreement import check_momentum, check_sparse, compare, is_elastic, op_name, warn_of_values
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
+from horovod_sparse.core.step import Step, Wait
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, spoiled_sparse
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
-from horovod_sparse.torch.step import Step
-from horovod_sparse.torch.store import Routes, TensorReducer
+from horovod_sparse.torch.source import TensorSource
 from horovod_sparse.torch.unchanged import Handed, first_changed
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -38,23 +37,27 @@ names. An optimizer that only one rank has made does not count. The key includes
 of a removed set to the next one that is added."""
 
 
-def reducer_of(optimizer: Any) -> Reducer | None:
-    """Return the reducer of an optimizer, also if a library has wrapped it; None if there is none."""
-    return getattr(optimizer, "_sparse_reducer", None)
+def source_of(optimizer: Any) -> HorovodSource | None:
+    """Return the source of an optimizer, also if a library has wrapped it; None if there is none."""
+    return getattr(optimizer, "_sparse_source", None)
 
 
-class Reducer(TensorReducer):
-    """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
-
-    _transport: Collectives
+class HorovodSource(TensorSource):
+    """The gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
-        super().__init__(compressor)
-        self.optimizer = optimizer
-        self._process_set = optimizer.process_set
-        self._groups, self._sparse_as_dense = optimizer._p_to_group, optimizer.sparse_as_dense
-        self.active = self._process_set.included() and compresses(self._process_set.size())
-        self._forget_workers()
+        self._process_set = process_set = optimizer.process_set
+        self._collectives = Collectives(process_set)
+        active = process_set.included() and compresses(process_set.size())
+        super().__init__(compressor, self._collectives, active=active, optimizer=optimizer)
+        self._sparse: dict[Tensor, str] = {}
+        """Embeddings whose sparse gradients Horovod reduces, with their names."""
+        self._sparse_as_dense: set[Tensor] = set()
+        """Parameters whose reduced gradients become sparse tensors again on every rank."""
+        self._waits: dict[Tensor, Wait] = {}
+        """What waits for this step's sparse gradients."""
+        self._handed: dict[Tensor, Handed] = {}
+        """The gradients that backward has handed over in this step."""
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         self._reduced: dict[Tensor, TensorWeakRef] = {}
@@ -63,24 +66,20 @@ class Reducer(TensorReducer):
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
 
-    def _forget_workers(self) -> None:
-        """Forget all that was agreed on with other workers, and everything that depends on their number."""
-        self._transport = Collectives(self._process_set)
-        self._routes, self.sparse = Routes(), ()
-        self.pipeline = None
-
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
         """Continue with `state` when the workers of an elastic job have changed. Never waits for other ranks."""
         self.drop_step()
-        self._forget_workers()
-        super().load_compression_state(empty_state() if state is None else state)
+        self._collectives = Collectives(self._process_set)
+        self.driver.meet(self._collectives)
+        self.names.clear()
+        self._sparse.clear()
+        self._sparse_as_dense.clear()
+        self.driver.defer(empty_state() if state is None else state)
 
     def drop_step(self) -> None:
         """Forget the step that has begun, on this rank alone."""
-        self._step = Step()
-        if self.pipeline is not None:
-            self.pipeline.abort()
-        self._restore_hooks()
+        self.driver.drop()
+        self._forget()
         self.optimizer._synchronized = False
 
     # --- gradients in: called from hooks, never waits for another rank unless backward was interrupted ---
@@ -91,7 +90,7 @@ class Reducer(TensorReducer):
         # Compiled passes have no number.
         if number < 0 or number in self._passes:
             return
-        handed = self._step.handed.get(parameter)
+        handed = self._handed.get(parameter)
         # If the gradient was added to the one that was handed over, stock Horovod raises.
         if handed is None or handed.gradient is not parameter.grad:
             self.end_interrupted()
@@ -127,43 +126,52 @@ class Reducer(TensorReducer):
             return
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            self._step.handed[parameter] = Handed.of(parameter.grad)
-            held_back = self.pipeline is None or self.compressor.holds_back
-            name = None if held_back else self._routes.names.get(parameter)
-            if name is not None:
-                self._begin_step()
-                self._take(parameter, name)
+            self._handed[parameter] = Handed.of(parameter.grad)
+            if self.driver.feedback is None or self.compressor.holds_back:
+                return
+            if parameter in self.names:
+                self.begin()
+                self.add(parameter)
+            elif parameter in self._sparse:
+                self.begin()
+                self._add_sparse(parameter)
 
-    def _take_sparse(self, parameter: Tensor) -> None:
+    def _add_sparse(self, parameter: Tensor) -> None:
         gradient = parameter.grad if self._is_new(parameter) else None
         self._start_sparse(parameter, empty_sparse(parameter.shape, parameter) if gradient is None else gradient)
 
     def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
-        op = mpi_ops.Average if self._averages else mpi_ops.Sum
-        self._step.sparse[parameter] = self._transport.start_sparse(gradient, self._routes.names[parameter], op)
+        op = mpi_ops.Average if self.averages else mpi_ops.Sum
+        self._waits[parameter] = self._collectives.start_sparse(gradient, self._sparse[parameter], op)
+
+    def add_rest(self) -> None:
+        super().add_rest()
+        for parameter in self._sparse:
+            if parameter not in self._waits:
+                self._add_sparse(parameter)
 
     @property
-    def _averages(self) -> bool:
+    def averages(self) -> bool:
         return bool(self.optimizer.op == mpi_ops.Average)
 
     def _is_new(self, parameter: Tensor) -> bool:
         """Return whether a gradient is there that backward, or the user, has made since the last reduction."""
         if parameter.grad is None or not parameter.requires_grad:
             return False
-        return parameter in self._step.handed or self._is_given(parameter)
+        return parameter in self._handed or self._is_given(parameter)
 
     def _is_given(self, parameter: Tensor) -> bool:
         """Return whether a parameter's gradient is another tensor than the one that the last reduction has left."""
         reduced = self._reduced.get(parameter)
         return parameter.grad is not None and (reduced is None or reduced() is not parameter.grad)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
+    def gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if gradient is None or not self._is_new(parameter):
             return None
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def _target(self, parameter: Tensor) -> Tensor:
+    def target(self, parameter: Tensor) -> Tensor:
         if parameter.grad is None or parameter.grad.is_sparse:
             # As stock Horovod does. Optimizers leave out parameters without a gradient.
             parameter.grad = torch.zeros_like(parameter)
@@ -181,11 +189,10 @@ class Reducer(TensorReducer):
         try:
             if self.active:
                 self._prepare()
-            if self.pipeline is not None:
-                self._complete()
+            if self.driver.feedback is not None:
+                self._reduce()
         finally:
-            self._step = Step()
-            self._restore_hooks()
+            self.drop_step()
         optimizer._synchronized = True
 
     def _holds_reduced(self) -> bool:
@@ -202,70 +209,89 @@ class Reducer(TensorReducer):
             self._passes.clear()
             self.check_unchanged()
             self._adopt()
-            if len(self._routes.names) < len(self.optimizer._requires_update):
-                self._extend_routes()
-            if self.pipeline is not None:
-                self._take_all()
+            if len(self.names) + len(self._sparse) < len(self.optimizer._requires_update):
+                self._meet()
+            if self.driver.feedback is not None:
+                self.add_rest()
         except BaseException:
-            if self.pipeline is not None:
+            if self.driver.feedback is not None:
                 # Now all ranks reduce: the others wait for this one's part, also if none has begun.
-                self._begin_step()
+                self.begin()
             self.give_up()
             raise
 
-    def _fail_together(self, pipeline: Pipeline) -> None:
-        """Wait for the sparse gradients, too. If one is not finite, the step fails."""
-        for parameter, wait in self._step.sparse.items():
-            mine: Any = parameter.grad if self._is_new(parameter) else None
-            reduced: Any = wait()
-            if not pipeline.ops.all_finite(reduced._values()):
-                is_mine = mine is not None and not pipeline.ops.all_finite(mine._values())
-                pipeline.fail([self._routes.names[parameter]] if is_mine else ())
-            parameter.grad = reduced
-
-    def _complete(self) -> None:
-        stale = {
-            parameter: parameter.grad for parameter in self._routes.in_buckets.values() if self._is_stale(parameter)
-        }
+    def _reduce(self) -> None:
+        """End all exchanges, and write the reduced gradients."""
+        stale = {parameter: parameter.grad for parameter in self.names if self._is_stale(parameter)}
         before = {parameter: gradient.clone() for parameter, gradient in stale.items() if gradient is not None}
-        super()._complete()
+        self._end_sparse(self.driver.complete())
+        self.driver.finish(self.write)
         for parameter, gradient in before.items():
             # As with a dense average, what no rank has used in this step keeps what it had.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad.copy_(gradient)
-        for parameter in self._routes.sparse_as_dense:
+        for parameter in self._sparse_as_dense:
             # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
             assert parameter.grad is not None
             parameter.grad = parameter.grad.to_sparse()
-        self._reduced = {one: TensorWeakRef(one.grad) for one in self._routes.names if one.grad is not None}
+        reduced = [*self.names, *self._sparse]
+        self._reduced = {one: TensorWeakRef(one.grad) for one in reduced if one.grad is not None}
+
+    def _end_sparse(self, step: Step) -> None:
+        """Wait for the sparse gradients, too. If one is not finite, the step fails."""
+        ops = step.feedback.ops
+        for parameter, wait in self._waits.items():
+            mine: Any = parameter.grad if self._is_new(parameter) else None
+            reduced: Any = wait()
+            if not ops.all_finite(reduced._values()):
+                is_mine = mine is not None and not ops.all_finite(mine._values())
+                step.fail([self._sparse[parameter]] if is_mine else ())
+            parameter.grad = reduced
 
     def _is_stale(self, parameter: Tensor) -> bool:
         """Return whether a parameter has a gradient of an earlier step, and none of this one."""
         return parameter.grad is not None and not parameter.grad.is_sparse and not self._is_new(parameter)
 
-    def _restore_hooks(self) -> None:
-        """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
+    def _forget(self) -> None:
+        """Forget what backward has handed over. Reset the counts of stock hooks, also for a process set of one worker."""
+        self._handed, self._waits = {}, {}
         optimizer = self.optimizer
         passes = optimizer.backward_passes_per_step
         optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, passes)
         optimizer._handles.clear()
+        optimizer._synchronized = False
 
     def give_up(self) -> None:
-        step, pipeline = self._step, self.pipeline
-        if pipeline is not None and step.begun and not pipeline.is_broken:
-            for parameter, name in self._routes.names.items():
-                if name in self.sparse and name not in step.taken:
+        """Give up the step that has begun, on all ranks."""
+        step = self.driver.step
+        if step is not None and not step.feedback.is_broken:
+            for parameter in self._sparse:
+                if parameter not in self._waits:
                     # All ranks see that it is not finite.
                     self._start_sparse(parameter, spoiled_sparse(parameter.shape, parameter))
-                    pipeline.give_up()
-            for wait in step.sparse.values():
+                    step.given_up = True
+                    step.fail()
+            for wait in self._waits.values():
                 wait()
-        super().give_up()
-        self.drop_step()
+        self.driver.give_up()
+        self._forget()
+
+    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+        if self.driver.step is not None and call in ("state_dict", "rescale"):
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: {call} must be called between two steps, got a call after loss.backward(), when "
+                "the residuals lack what is on its way; call optimizer.step() first"
+            )
+        if state is not None and self.driver.feedback is None and self.active:
+            # Find a wrong state when it is loaded, not in the middle of the first step.
+            sparse, served = state.get("sparse", ()), self._served()
+            self.driver.check(state, {name: tuple(one.shape) for one, name in served.items() if name not in sparse})
+        self.give_up()
+        super().settle(call, state)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a gradient was changed after it had been handed over."""
-        changed = first_changed(self._step.handed)
+        changed = first_changed(self._handed)
         if changed is None:
             return
         name = self.optimizer._parameter_names[changed]
@@ -310,20 +336,29 @@ class Reducer(TensorReducer):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {one: optimizer._parameter_names[one] for one in parameters if one in optimizer._requires_update}
 
-    def _extend_routes(self) -> None:
-        new = {one: name for one, name in self._served().items() if one not in self._routes.names}
+    def _meet(self) -> None:
+        """Agree with the other ranks on parameters that are new, and make their buckets. Blocks."""
+        optimizer, driver = self.optimizer, self.driver
+        new = {one: name for one, name in self._served().items() if one not in self.names and one not in self._sparse}
         found = self._agree(new)
-        sparse_as_dense = self._sparse_as_dense
+        sparse_as_dense = optimizer.sparse_as_dense
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
-        if is_elastic() and self.pipeline is None:
-            self.deferred = align(self.deferred)
-        self._extend(new, found)
+        if is_elastic() and driver.feedback is None:
+            driver.deferred = align(driver.deferred)
+        sparse = {one: name for one, name in new.items() if name in found}
+        if sparse_as_dense:
+            self.extend(new, optimizer._p_to_group)
+            self._sparse_as_dense |= sparse.keys()
+        else:
+            self.extend({one: name for one, name in new.items() if name not in found}, optimizer._p_to_group)
+            self._sparse |= sparse
+            driver.sparse = [*self._sparse.values()]
 
     def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
         """Compare settings and `new` parameters on all ranks. Return which have sparse gradients on some rank. Blocks."""
-        optimizer, process_set, number = self.optimizer, self._process_set, self._transport.number
+        optimizer, process_set, number = self.optimizer, self._process_set, self._collectives.number
         names = optimizer._parameter_names
-        known_sparse = () if self.deferred is None else self.deferred.get("sparse", ())
+        known_sparse = () if self.driver.deferred is None else self.driver.deferred.get("sparse", ())
         mine = {
             **description(self.compressor, new, optimizer.param_groups),
             "optimizer": "new" if number is None else str(number),
@@ -340,35 +375,14 @@ class Reducer(TensorReducer):
         key = (process_set.process_set_id, *process_set.ranks)
         # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
         # that is compared does.
-        everyone = self._transport.everyone([mine, sparse, _agreed[key], sums(new)], "agree")
+        everyone = self._collectives.everyone([mine, sparse, _agreed[key], sums(new)], "agree")
         compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
         values = [theirs for *_, theirs in everyone]
         remedy = "call hvd.broadcast_parameters first"
         warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), remedy)
         check_real(new)
         if number is None:
-            number = self._transport.number = max(agreed for _, _, agreed, *_ in everyone)
+            number = self._collectives.number = max(agreed for _, _, agreed, *_ in everyone)
             # The next optimizer gets another one.
             _agreed[key] = number + 1
         return {name for _, names, *_ in everyone for name in names}
-
-    # --- statistics and state: see `Store` ---
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._step.begun:
-            raise RuntimeError(
-                f"rank {mpi_ops.rank()}: state_dict must be called between two steps, got a call after loss.backward(), when "
-                "the residuals lack what is on its way; call optimizer.step() first"
-            )
-        return super().state_dict()
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        if self.pipeline is None and self.active:
-            # Find a wrong state when it is loaded, not in the middle of the first step.
-            self._check(state, self._served(), state.get("sparse", ()))
-        self.give_up()
-        super().load_compression_state(state)
-
-    def reset(self) -> None:
-        self.give_up()
-        super().reset()

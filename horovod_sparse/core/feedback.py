@@ -1,0 +1,153 @@
+"""The residual buffer manager: all that outlives a step, by parameter name. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.compressors.base import Compressor, Place
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.dense import DenseBucket
+from horovod_sparse.core.intake import Intake
+from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.plan import check_limits
+from horovod_sparse.core.residuals import Residuals
+from horovod_sparse.core.selector import DeviceSelectorFor
+from horovod_sparse.core.state import VERSION, check_state
+from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
+from horovod_sparse.ops.protocol import Array, Ops
+
+AnyBucket = Bucket | DenseBucket
+
+
+class Feedback:
+    """What a worker keeps of the parameters of one model from step to step. `core.step.Step` is what changes it.
+
+    Args:
+        ops: the framework's operations.
+        compressor: settings and algorithm.
+        world: number of workers that exchange.
+        position: index of this worker among them, in [0, world).
+        rank: this worker's global rank, for error messages.
+        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip` depends on it.
+        device_selector: see `DeviceSelectorFor`.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        compressor: Compressor,
+        *,
+        world: int,
+        position: int,
+        rank: int,
+        averages: bool = True,
+        device_selector: DeviceSelectorFor = lambda *bucket: None,
+    ) -> None:
+        self.ops, self.compressor = ops, compressor
+        self.world, self.position, self.rank = world, position, rank
+        self._device_selector = device_selector
+        self.residuals = Residuals(ops)
+        self.velocities = Residuals(ops)
+        """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
+        self.buckets: list[Bucket] = []
+        self.dense: list[DenseBucket] = []
+        self.all_buckets: list[AnyBucket] = []
+        """First those that are compressed, then those that are reduced dense: in the same order on all ranks."""
+        self.bucket_of: dict[str, AnyBucket] = {}
+        """The bucket of each parameter, by name."""
+        self.intake = Intake(ops, compressor, world, averages=averages)
+        self.is_broken = False
+        """Whether an exchange has ended by an exception, so that nobody knows what the other ranks have."""
+        self.warned = self.warned_not_finite = False
+        """Whether this worker has warned of messages that are too small, and of gradients that are not finite."""
+
+    def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
+        """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
+        check_limits(layouts, self.compressor, self.world)
+        for layout in layouts:
+            array, place = like(layout.name), Place(layout.name, self.position, self.world)
+            buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
+            selector = self._device_selector
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+        self.all_buckets = [*self.buckets, *self.dense]
+
+    def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
+        """Add buckets of parameters that are reduced dense."""
+        for layout in layouts:
+            array = like(layout.name)
+            bucket = DenseBucket(self.ops, layout, self.world, self.rank, array, self._velocity_of(layout, array))
+            self.dense.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+        self.all_buckets = [*self.buckets, *self.dense]
+
+    def _velocity_of(self, layout: Layout, like: Array) -> Array | None:
+        return None if self.compressor.momentum_correction is None else self.velocities.allocate(layout, like)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps in `stats`, at no cost."""
+        return max((bucket.tally.steps for bucket in self.buckets), default=0)
+
+    def stats(self) -> Stats:
+        """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
+        norms = [self.ops.norm(one.buffer) for one in self.buckets]
+
+        def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
+            buckets = zip(self.buckets, norms, strict=True)
+            rows = [BucketStats(b.name, b.numel, *counts(b.tally), norm, b.exchange.title) for b, norm in buckets]
+            return StepStats(tuple(rows), math.fsum(one.bytes_sent for one in self.dense))
+
+        return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))
+
+    def warn_truncated(self) -> None:
+        """Warn once if messages lack room."""
+        for bucket in () if self.warned else self.buckets:
+            if bucket.tally.truncated_steps:
+                self.warned |= bucket.warn_truncated()
+
+    # --- state, between two steps ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        "learning_rates" has 1.0 for every residual if they hold updates, and is empty if they hold gradients.
+        """
+        return {
+            "version": VERSION,
+            "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.lr_in_residual else {},
+            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, if `check_state` accepts it. The buckets may differ."""
+        check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
+        self.is_broken = False
+        self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.load_state_dict(state["adaptive"][bucket.name])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals and velocities by `factor`."""
+        if factor != 1.0:
+            self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
+
+    def reset(self) -> None:
+        """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
+        self.is_broken = False
+        self.residuals.reset()
+        self.velocities.reset()
+        for bucket in self.buckets:
+            bucket.reset()

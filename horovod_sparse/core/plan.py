@@ -1,0 +1,116 @@
+"""What is decided before a step: which parameters share a bucket, and how much of each bucket is sent, and how.
+
+All of this follows from the compressor, the parameters and the number of workers, the same on every rank. Imports no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import Dense
+
+_DENSE = Dense()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is sent of a bucket in some steps in a row."""
+
+    steps: range
+    """The steps for which this is known."""
+    k: int
+    """The entries that are wanted: all in dense steps."""
+    capacity: int
+    """Rows of a worker's message."""
+    exchange: Exchange
+    is_dense: bool
+    bytes_sent: float
+    """What a worker sends in each of these steps."""
+
+
+def stage_of(compressor: Compressor, layout: Layout, world: int, step: int) -> Stage:
+    """Return what is sent of a bucket in a step: everything, by allreduce, where that has fewer bytes in a warm-up."""
+    numel, first = layout.numel, compressor.first_sparse_step(world)
+    steps, exchange, k, capacity = range(first), compressor.exchange, numel, numel
+    if step < first:
+        exchange = _DENSE
+    else:
+        steps = compressor.steps_like(step)
+        k = compressor.target_count(numel, compressor.ratio_at(step))
+        capacity = compressor.message_capacity(numel, k, world)
+    rounds = exchange.rounds(numel, k, capacity, world)
+    own = layout.residual_dtype
+    sent = sum(one._replace(dtype=one.dtype or own).bytes_sent(world) for one in rounds)
+    return Stage(steps, k, capacity, exchange, step < first, sent)
+
+
+def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
+    """Pack `parameters`, given in the order of the model, into buckets for so many workers.
+
+    They are filled from the last parameter to the first, as backward makes gradients, and none is too large for its messages.
+    """
+    buckets: list[list[Parameter]] = []
+    open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        key = (parameter.kind, parameter.residual_dtype, parameter.group)
+        members, numel = open_buckets.get(key, ([], 0))
+        if not members or not _fits(numel, parameter, compressor, world):
+            members, numel = [], 0
+            buckets.append(members)
+        members.append(parameter)
+        open_buckets[key] = members, numel + parameter.numel
+    return [Layout.of(members) for members in buckets]
+
+
+def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:
+    """Return whether a parameter may join a bucket that has `numel` elements."""
+    if _excess(numel + parameter.numel, compressor, world) is not None:
+        return False
+    most = compressor.granularity
+    if parameter.group is not None or most == "model":
+        return True
+    if most == "layer":
+        return False
+    itemsize = 8 if parameter.residual_dtype == "float64" else 4
+    return itemsize * (numel + parameter.numel) <= most
+
+
+def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts of the buckets of some parameters, and of those that are reduced dense: small ones together."""
+    compressed: list[Parameter] = []
+    together: dict[Hashable, list[Parameter]] = {}
+    for one in parameters:
+        if not compressor.leaves_dense(one.name, one.numel):
+            compressed.append(one)
+            continue
+        # With many small parameters, one allreduce for each would cost more time than their entries do.
+        key = (one.kind, one.residual_dtype) if one.numel < compressor.min_numel else one.name
+        together.setdefault(key, []).append(one)
+    return layouts_of(compressed, compressor, world), [Layout.of(members) for members in together.values()]
+
+
+def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:
+    """Raise ValueError when a bucket is too large for its messages."""
+    for layout in layouts:
+        what = _excess(layout.numel, compressor, world)
+        if what is not None:
+            raise ValueError(
+                f"bucket {layout.name!r} {what}. One parameter is too large: split it into several parameters, lower ratio "
+                "or slack if it gathers too much, or exclude it"
+            )
+
+
+def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
+    """Return what is too much for messages or for Horovod's collectives in a bucket of `numel`; None if nothing is."""
+    if numel > wire.MAX_BUCKET:
+        return f"has {numel} elements, expected at most {wire.MAX_BUCKET} (Horovod counts in C ints)"
+    rounds = compressor.rounds(numel, compressor.highest_ratio(world), world)
+    gathered, most = max(one.gathered(world) for one in rounds), wire.MAX_GATHERED
+    if gathered > most:
+        return f"gathers {gathered} int32 from {world} workers, expected at most {most} (Horovod counts in C ints)"
+    return None

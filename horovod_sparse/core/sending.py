@@ -1,0 +1,230 @@
+"""One bucket in one step, from gradients to reduced gradients. Imports no framework."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+
+from horovod_sparse.compressors.momentum import scaled
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.intake import Terms
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.selector import Outcome, Selector, SlotGradient
+from horovod_sparse.core.statistics import Counts
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Reduced, Sent
+from horovod_sparse.exchange.received import rows_of
+from horovod_sparse.ops.protocol import Array, Selection
+
+NOWHERE = -1
+"""The offset that stands for no parameter, where a rank says that a gradient is not finite."""
+_TOGETHER = 2**18
+"""Bytes of gradients that are added together; a processor's cache holds as many."""
+
+
+class Sending:
+    """A bucket in one step: the `protocols.Sender` of its exchange.
+
+    Args:
+        bucket: what is kept of it from step to step.
+        terms: what holds for all buckets in this step.
+    """
+
+    def __init__(self, bucket: Bucket, terms: Terms) -> None:
+        self.bucket, self.layout, self.name, self.rank = bucket, bucket.layout, bucket.name, bucket.rank
+        self.ops, self.buffer, self.state, self.numel = bucket.ops, bucket.buffer, bucket.state, bucket.numel
+        self.world, self.position = bucket.world, bucket.position
+        self.stage = bucket.stage
+        self.capacity = self.stage.capacity
+        self._momentum, self._prepare = terms.momentum, terms.prepare
+        self._before = copy.copy(bucket.state)
+        """The adaptive state before this step."""
+        self.selector: Selector = bucket.host if bucket.device is None or self.stage.is_dense else bucket.device
+        self.selector.begin(bucket.state, self.stage)
+        self.missing = len(bucket.slots)
+        """How many gradients have not arrived yet."""
+        self._arrived: list[tuple[Slot, Array | None, float]] = []
+        """Gradients that wait to be added together: large ones are added at once, while they are in the caches."""
+        self._nbytes = 0
+        self._added: list[tuple[Slot, Array, float]] = []
+        """The gradients that the residual has, and their rates: a step that fails takes them out again."""
+        self._rates: dict[int, float] = {}
+        """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
+        self._message: Array | None = None
+        """The message of pairs. On a device its number of entries may not be known yet."""
+        self._taken: list[Entries] = []
+        """Entries taken out of the residual in another way."""
+        self._all_taken = False
+        """Whether everything is sent. The residual still holds it then."""
+        self.outcome = Outcome()
+        self.rounds = 0
+        """Collectives begun in this step."""
+        self._run: Exchanging | None = None
+        """The exchange; None until it begins."""
+        self.sent_by_all: Sent = None
+        """What all ranks have sent, once the exchange has ended; None if a gradient was not finite."""
+        self.fails = False
+        """Whether the exchange has ended, and a gradient was not finite on some rank."""
+
+    # --- gradients in ---
+
+    def add(self, name: str, gradient: Array | None, rate: float | None) -> None:
+        """Add a gradient to the residual, in units of its rate. Its memory must stay as it is until the step has ended."""
+        self.missing -= 1
+        slot = self.bucket.slots[name]
+        if rate is not None:
+            # Also without a gradient: what others send is in the unit of this rate.
+            self._rates[slot.offset] = rate
+        self._arrived.append((slot, gradient, 1.0 if rate is None else rate))
+        self._nbytes += 0 if gradient is None else gradient.nbytes
+        if self._nbytes >= _TOGETHER or not self.missing:
+            self._add_together()
+
+    def _add_together(self) -> None:
+        together: dict[float, list[SlotGradient]] = defaultdict(list)
+        untouched: list[SlotGradient] = []
+        for slot, gradient, rate in self._arrived:
+            if gradient is None:
+                untouched.append((slot, None))
+                continue
+            self._added.append((slot, gradient, rate))
+            if self._momentum is not None:
+                self.bucket.copy(slot)
+            if self._prepare is not None:
+                gradient = self._prepare(gradient, self.layout.residual_dtype)
+            if rate == 0.0:
+                # The learning rate is 0, so that the update is 0, whatever the velocity is.
+                self._accelerate(slot, gradient)
+                untouched.append((slot, None))
+                continue
+            together[rate].append((slot, gradient))
+        self._arrived, self._nbytes = [], 0
+        for rate, some in together.items():
+            self.selector.accumulate(some, self._momentum, rate)
+        if untouched:
+            # What a device has noted of them is of the step before.
+            self.selector.accumulate(untouched, None, 1.0)
+
+    def _accelerate(self, slot: Slot, gradient: Array) -> None:
+        """Add a gradient to the velocity alone, if there is one, unless it holds NaN or infinity."""
+        if self._momentum is None or self.bucket.velocity is None:
+            return
+        velocity = self.bucket.velocity[slot.offset : slot.offset + slot.numel]
+        velocity *= self._momentum.factor
+        if self.ops.all_finite(gradient):
+            # Rounded to the residual's type first, as it is with any other rate.
+            velocity += scaled(self.ops, gradient, 1.0, self.layout.residual_dtype).reshape(-1)
+
+    def spoil(self) -> None:
+        """Let this rank's message say that its gradient is not finite, because it gives the step up. Call it before `begin`."""
+        self.selector = self.bucket.host
+        self.selector.begin(self.state, self.stage)
+        self.bucket.host.not_finite.append(NOWHERE)
+
+    def begin(self) -> Collective:
+        """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
+        # Not earlier: on other ranks the parameters may have arrived in another order.
+        self.state.know_rate(max(self._rates.values(), default=1.0))
+        self._run = self.stage.exchange.collectives(self)
+        self.rounds = 1
+        return next(self._run)
+
+    # --- as the exchange sees it: `protocols.Sender` ---
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def finite(self) -> bool:
+        return not self.bucket.host.not_finite
+
+    def message(self) -> Array:
+        self._message = self.selector.message()
+        return self._message
+
+    def finish(self) -> None:
+        self.outcome = self.selector.finish()
+
+    def select(self) -> Selection:
+        return self.bucket.host.select()
+
+    def take_out(self, indices: Array) -> Array:
+        values = self.ops.take(self.buffer, indices)
+        self._taken.append(Entries(indices, values))
+        return values
+
+    def take_all_out(self) -> Array:
+        self._all_taken = True
+        return self.buffer
+
+    def sent(self, count: int, truncated: int = 0) -> None:
+        self.outcome = Outcome(count, truncated)
+
+    def checksum(self) -> int:
+        return self.state.checksum() ^ self.state.fingerprint
+
+    def observe(self, count: int, proposed: list[float]) -> None:
+        self.bucket.compressor.observe(self.state, count, self.stage.k, proposed)
+
+    # --- results ---
+
+    def advance(self, result: Array) -> Collective | None:
+        """Continue the exchange with the result of its last collective. Return the next one, or None at the end."""
+        assert self._run is not None
+        try:
+            collective = self._run.send(result)
+        except StopIteration as end:
+            self.sent_by_all = end.value
+            self.fails = end.value is None
+            return None
+        self.rounds += 1
+        return collective
+
+    def bad(self) -> list[str]:
+        """Return the parameters whose gradients were not finite on this rank."""
+        host = self.bucket.host
+        offsets: Sequence[int] = host.not_finite if self.selector is host else self.outcome.not_finite
+        return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
+
+    def reduced(self, divisor: float) -> Reduced:
+        """Return the reduced gradients; NaN if a gradient was not finite."""
+        return Reduced(self.ops, self.sent_by_all, divisor, self._rates)
+
+    def commit(self) -> None:
+        """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays."""
+        bucket, stage, state = self.bucket, self.stage, self.state
+        if self._all_taken or not bucket.compressor.residual:
+            self.buffer[:] = 0
+        if bucket.velocity is not None and bucket.masks and not stage.is_dense:
+            for indices in [slice(None)] if self._all_taken else [entries.indices for entries in self._taken_out()]:
+                bucket.velocity[indices] = 0
+        count, truncated, _ = self.outcome
+        bucket.exchange = stage.exchange
+        bucket.tally = bucket.tally.with_step(
+            Counts(stage.k, count, state.threshold, state.stages, truncated, stage.bytes_sent)
+        )
+        state.step += 1
+
+    def undo(self) -> None:
+        """Let the step never have been. Without a velocity, gradients are taken out of the residual, to rounding."""
+        bucket = self.bucket
+        for indices, values in self._taken_out():
+            self.buffer[indices] += values
+        bucket.forget()
+        bucket.state = self._before
+        if not bucket.compressor.residual:
+            # Nothing is kept, not even from a step that fails.
+            self.buffer[:] = 0
+            return
+        for slot, gradient, rate in self._added:
+            if bucket.velocity is not None:
+                bucket.put_back(slot)
+            elif rate != 0.0:
+                prepared = gradient if self._prepare is None else self._prepare(gradient, self.layout.residual_dtype)
+                self.ops.accumulate(self.buffer, [(slot.offset, prepared)], None, -rate)
+
+    def _taken_out(self) -> list[Entries]:
+        """Return what was taken out of the residual. The message tells it, unless a gradient was not finite."""
+        rows = None if self._message is None else rows_of(self, self._message, 1)
+        return self._taken if rows is None else [*self._taken, Entries(*self.ops.unpack(self._message, rows[0]))]

@@ -1,0 +1,191 @@
+"""One step: what has arrived, what is under way, what comes of it. Made at its first gradient, discarded at its end."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.dense import DenseSending
+from horovod_sparse.core.feedback import AnyBucket, Feedback
+from horovod_sparse.core.intake import checked_rate
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.sending import Sending
+from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.ops.protocol import Array
+
+AnySending = Sending | DenseSending
+Wait = Callable[[], Array]
+"""Waits for a collective that was started, and returns its result."""
+Start = Callable[[AnySending, Collective], Wait]
+"""Starts the next collective of a bucket."""
+Write = Callable[[Sequence[Slot], Reduced], None]
+"""Writes the reduced gradient to where the adapter wants it."""
+Everyone = Callable[[Any], list[Any]]
+"""Returns every worker's value."""
+
+
+class Step:
+    """One step of a worker. At its end it commits or brings back all that it has changed.
+
+    Args:
+        feedback: what lasts from step to step.
+        gradients: all gradients of this rank, with those that are reduced dense, if the compressor's `holds_back` is True.
+        scale: that of a loss scaler: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not.
+
+    Raises:
+        RuntimeError: an exchange of an earlier step has ended by an exception.
+    """
+
+    def __init__(self, feedback: Feedback, gradients: Iterable[Array] = (), scale: float = 1.0) -> None:
+        if feedback.is_broken:
+            raise RuntimeError(
+                f"rank {feedback.rank}: an exchange has ended by an exception before, so what waits here may not fit to the "
+                "other ranks; load a state on all ranks, call compression.reset() on all, or make a new compression"
+            )
+        self.feedback = feedback
+        self.terms = feedback.intake.terms(gradients, scale)
+        self.added: set[str] = set()
+        """The parameters whose gradient has arrived, or of which it is known that they have none."""
+        self.sendings: dict[str, AnySending] = {}
+        """Those of the buckets that a gradient of this step has reached, by bucket, in the order of their first gradients."""
+        self.waits: dict[str, Wait] = {}
+        """What waits for the first collective of each exchange that has begun, by bucket, in the order of their beginnings."""
+        self.given_up = False
+        """Whether this rank gives the step up."""
+        self.fails = False
+        """Whether the step is known to fail: a gradient of some rank is not finite."""
+        self._bad: list[str] = []
+        """This rank's parameters beside the buckets whose gradients are not finite."""
+
+    def add(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> AnySending | None:
+        """Add the gradient of a parameter to its bucket, and return that if it is complete.
+
+        The gradient must stay as it is until the step ends. What waits of a parameter without a gradient is set aside.
+
+        Raises:
+            RuntimeError: the gradient has arrived before in this step.
+            ValueError: `lr_in_residual` cannot use the learning rate.
+        """
+        feedback = self.feedback
+        rate = checked_rate(name, learning_rate) if feedback.compressor.lr_in_residual else None
+        if name in self.added:
+            raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
+        self.added.add(name)
+        sending = self._reach(feedback.bucket_of[name])
+        if gradient is None:
+            feedback.residuals.set_aside(name)
+        elif feedback.residuals.aside:
+            feedback.residuals.take_up(name)
+        sending.add(name, gradient, rate)
+        return None if sending.missing else sending
+
+    def _reach(self, bucket: AnyBucket) -> AnySending:
+        sending = self.sendings.get(bucket.name)
+        if sending is None:
+            sending = Sending(bucket, self.terms) if isinstance(bucket, Bucket) else DenseSending(bucket, self.terms)
+            self.sendings[bucket.name] = sending
+        return sending
+
+    def send(self, sending: AnySending, start: Start) -> None:
+        """Begin the exchange of a complete bucket."""
+        self.waits[sending.name] = start(sending, sending.begin())
+
+    def spoil(self, bucket: AnyBucket) -> AnySending:
+        """Let this rank give the step up, and return a bucket that is to say so: its exchange has not begun yet."""
+        self.given_up = True
+        sending = self._reach(bucket)
+        sending.spoil()
+        return sending
+
+    def fail(self, names: Sequence[str] = ()) -> None:
+        """Let the step fail, as it must on all ranks: gradients of these parameters beside the buckets are not finite."""
+        self.fails = True
+        self._bad += names
+
+    def advance(self, sending: AnySending, result: Array) -> Collective | None:
+        """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
+        collective = sending.advance(result)
+        self.fails |= sending.fails
+        return collective
+
+    def complete(self, start: Start) -> None:
+        """Wait for all exchanges that have begun, to their ends. `start` starts a bucket's next collective."""
+        # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
+        under_way = [(one, self.waits[one.name]) for one in self._in_order() if one.name in self.waits]
+        self.feedback.is_broken = True
+        while under_way:
+            # Every bucket's next collective is started before the first of them is waited for.
+            left, under_way = deque(under_way), []
+            try:
+                while left:
+                    sending, wait = left.popleft()
+                    collective = self.advance(sending, wait())
+                    if collective is not None:
+                        under_way.append((sending, start(sending, collective)))
+            except Exception:
+                # All ranks have started these. What has not ended could not be started again.
+                for _, wait in left:
+                    with suppress(Exception):
+                        wait()
+                raise
+        self.feedback.is_broken = False
+
+    def _in_order(self) -> list[AnySending]:
+        """Return what a gradient has reached, in the order of the buckets."""
+        return [self.sendings[one.name] for one in self.feedback.all_buckets if one.name in self.sendings]
+
+    def finish(self, write: Write, everyone: Everyone | None = None) -> None:
+        """End the step, all of whose exchanges have ended, and write all reduced gradients.
+
+        If a gradient of some rank is not finite, the reduced gradients of its bucket are NaN on every rank, and the step has
+        never been: residuals, velocities and adaptive state are as before it. `everyone` then tells all ranks why.
+
+        Raises:
+            RuntimeError: another rank has given the step up. All ranks may go on.
+        """
+        sendings = self._in_order()
+        if self.fails:
+            self._tell(everyone)
+            # Before the reduced gradients take the place of those that are to be taken out again.
+            self.abandon()
+        else:
+            for sending in sendings:
+                sending.commit()
+            self.feedback.warn_truncated()
+        for sending in () if self.given_up else sendings:
+            write(sending.layout.slots, sending.reduced(self.terms.divisor))
+
+    def _tell(self, everyone: Everyone | None) -> None:
+        """Warn once of gradients that are not finite. Raise RuntimeError if another rank has given the step up."""
+        feedback = self.feedback
+        mine: dict[str, Any] = {"rank": feedback.rank, "given up": self.given_up, "bad": self.bad()}
+        told = [mine] if everyone is None else everyone(mine)
+        gone = [one["rank"] for one in told if one["given up"]]
+        if gone and not self.given_up:
+            self.abandon()
+            raise RuntimeError(
+                f"rank {feedback.rank}: rank {gone[0]} has given up this step after an exception, so this rank gives it up "
+                "too; see what the other rank reports. Nothing of the step is left on any rank, and all ranks may go on"
+            )
+        if not feedback.warned_not_finite and not gone:
+            feedback.warned_not_finite = True
+            bad = [f"{name!r} on rank {one['rank']}" for one in told for name in one["bad"]]
+            warnings.warn(
+                f"horovod_sparse: rank {feedback.rank}: the gradient of {bad[0] if bad else 'a parameter on another rank'} "
+                "holds NaN or infinity, or a sum of gradients overflows. The reduced gradient of its bucket is NaN on all "
+                "ranks, as a dense average would be, and residuals are as before the step. This is said once",
+                stacklevel=2,
+            )
+
+    def bad(self) -> list[str]:
+        """Return this rank's parameters whose gradients are known not to be finite."""
+        return [*self._bad, *(name for sending in self._in_order() for name in sending.bad())]
+
+    def abandon(self) -> None:
+        """Bring back all that the step has changed, on this rank alone. It has never been."""
+        for sending in self.sendings.values():
+            sending.undo()
