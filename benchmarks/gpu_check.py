@@ -35,8 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from horovod_sparse.compressors import SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.plan import Stage, layouts_of
+from horovod_sparse.core.sending import Sending
+from horovod_sparse.core.step import Step
 from horovod_sparse.estimation import fits
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.tools.quantities import parse_count
@@ -158,7 +161,7 @@ class Worker:
 
     def launch(self, gradient: Tensor) -> Tensor:
         """From the gradient to the message; waits for nothing."""
-        self.bucket.begin(self.state, self.k, self.capacity, selects=True)
+        self.bucket.begin(self.state, Stage(range(1), self.k, self.capacity, self.compressor.exchange, False, 0.0))
         offset = 0
         for part in gradient.split(self.sizes):
             slot = Slot("", offset, part.numel(), (part.numel(),))
@@ -246,22 +249,22 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
     gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
     compressor = make(0.01)
-    pipeline = Pipeline(tensor_ops(), compressor, world=1, position=0, rank=0, device_selector=selector_for)
+    feedback = Feedback(tensor_ops(), compressor, world=1, position=0, rank=0, device_selector=selector_for)
     parameters = [Parameter(name, (numel,), "float32", "device") for name, numel in sizes.items()]
-    pipeline.add_buckets(layouts_of(parameters, compressor), gradients.get)
-    (bucket,) = pipeline.buckets
+    feedback.add_buckets(layouts_of(parameters, compressor), gradients.get)
     warm = 1 if device.interpreted else 3
     for step in range(warm + 1):
-        pipeline.start_step()
+        taken = Step(feedback)
         # The first time Triton compiles.
         device.raise_where_it_waits(step == warm)
         for name, gradient in gradients.items():
-            pipeline.arrive(name, gradient)
-        own = bucket.begin().message
+            sending = taken.add(name, gradient)
+        assert isinstance(sending, Sending)
+        own = sending.begin().message
         device.raise_where_it_waits(False)
-        pipeline.advance(bucket, own)
-        assert bucket.outcome.sent > 0
-        pipeline.end_step(lambda slots, reduced: None)
+        taken.advance(sending, own)
+        assert sending.outcome.sent > 0
+        taken.finish(lambda slots, reduced: None)
 
 
 # --- how fast? ---

@@ -22,8 +22,10 @@ from torch import Tensor
 import horovod_sparse.compressors as sparse
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.plan import layouts_of
+from horovod_sparse.core.step import Step
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Messages, Reduced
 from horovod_sparse.exchange.union import Union
@@ -159,7 +161,7 @@ class Gradients:
 
 
 class Worker:
-    """A pipeline with one bucket of one parameter, the first of `case.world` workers.
+    """A bucket of one parameter, the first of `case.world` workers.
 
     What other workers send is made outside of the timed parts.
     """
@@ -175,10 +177,10 @@ class Worker:
     def start(self) -> None:
         """Start anew, with nothing from earlier steps."""
         self.compressor = self._case.make(self._conditions.ratio)
-        self._pipeline = Pipeline(_OPS, self.compressor, world=self._case.world, position=0, rank=0)
+        self._feedback = Feedback(_OPS, self.compressor, world=self._case.world, position=0, rank=0)
         layouts = layouts_of([Parameter("p", (self._conditions.size,), "float32", "cpu")], self.compressor)
-        self._pipeline.add_buckets(layouts, lambda name: torch.zeros(1))
-        (self._bucket,) = self._pipeline.buckets
+        self._feedback.add_buckets(layouts, lambda name: torch.zeros(1))
+        (self._bucket,) = self._feedback.buckets
         self.residual: NDArray[Any] = self._bucket.buffer.numpy()
         # The system provides memory when it is first written to. That is not part of a step.
         self.residual.fill(0.0)
@@ -199,17 +201,19 @@ class Worker:
             self._set_threshold(self.compressor, gradient)
         self._before = replace(self._bucket.state)
         begun = time.perf_counter()
-        self._pipeline.arrive("p", gradient)
-        request: Collective | None = self._bucket.begin()
+        step = Step(self._feedback)
+        sending = step.add("p", gradient)
+        assert sending is not None
+        request: Collective | None = sending.begin()
         compress, write = time.perf_counter() - begun, 0.0
         while request is not None:
             answer = self._answer(request)
             compress += write
             begun = time.perf_counter()
-            request = self._pipeline.advance(self._bucket, answer)
+            request = step.advance(sending, answer)
             write = time.perf_counter() - begun
         begun = time.perf_counter()
-        self._pipeline.end_step(self._write)
+        step.finish(self._write)
         compress += time.perf_counter() - begun - self._writing
         return write + self._writing if self._case.receives else compress
 

@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, layouts_of
+from horovod_sparse.core.layout import Parameter
+from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.kernels.gpu.message import add_up
 from horovod_sparse.ops.protocol import Momentum
@@ -60,12 +61,12 @@ _run, JITFunction.run = JITFunction.run, compile_only
 
 
 def step(compressor: Any, gradient: torch.dtype | None, momentum: Momentum | None) -> None:
-    size, k = 40_000, 40
+    size = 40_000
     velocity = torch.zeros(size) if momentum is not None else None
     (layout,) = layouts_of([Parameter("p", (size,), "float32", "device")], compressor)
     bucket = selector_for(compressor, layout, torch.zeros(size), velocity)
     assert bucket is not None
-    bucket.begin(compressor.new_state(), k, 50, selects=True)
+    bucket.begin(compressor.new_state(), Stage(range(1), 40, 50, compressor.exchange, False, 0.0))
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(layout.slots[0], given)], momentum, 1.0)
     message = bucket.message()

@@ -37,7 +37,9 @@ PACKAGE = "horovod_sparse"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
 TESTS = {
-    "core/pipeline": "pipeline step laws momentum numpy_allreduce random machine",
+    "core/feedback": "pipeline step laws momentum numpy_allreduce random machine",
+    "core/step": "pipeline step laws momentum numpy_allreduce random machine",
+    "core/sending": "pipeline step laws momentum numpy_allreduce random machine",
     "core/bucket": "pipeline step laws momentum numpy_allreduce machine",
     "core/selector": "pipeline laws momentum cached machine",
     "core/intake": "momentum pipeline laws machine",

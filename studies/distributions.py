@@ -165,7 +165,7 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
 
 def accumulated(workers: VirtualWorkers, gradients: dict[str, Array]) -> Gradient:
     """The first worker's residual and gradient together."""
-    bucket = workers.pipelines[0].buckets[0]
+    bucket = workers.feedbacks[0].buckets[0]
     x: Gradient = bucket.buffer.copy()
     for name, slot in bucket.slots.items():
         x[slot.offset : slot.offset + slot.numel] += gradients[name][0].ravel()

@@ -134,9 +134,9 @@ class Trial:
         counts = []
         for group in self.groups:
             mine, gradients = gradients[: group.number], gradients[group.number :]
-            us = [pipeline.buckets[0].buffer + g for pipeline, g in zip(group.pipelines, mine, strict=True)]
+            us = [feedback.buckets[0].buffer + g for feedback, g in zip(group.feedbacks, mine, strict=True)]
             sent = np.flatnonzero(group({"p": mine})["p"])
-            counts += [pipeline.buckets[0].tally.last.sent for pipeline in group.pipelines]
+            counts += [feedback.buckets[0].tally.last.sent for feedback in group.feedbacks]
             for u in us if compared else ():
                 self._compare(u, sent)
         if counted:

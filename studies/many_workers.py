@@ -105,7 +105,7 @@ def train(method: str, number: int, ratio: float, steps: int) -> Row:
         weights -= np.float32(RATE) * reduced
     probabilities = outputs(weights, images)[1][np.arange(len(digits)), digits]
     mean, k = workers.stats().mean.total, compressor.target_count(ENTRIES)
-    residuals = [pipeline.stats().last.total.residual_norm for pipeline in workers.pipelines[:16]]
+    residuals = [feedback.stats().last.total.residual_norm for feedback in workers.feedbacks[:16]]
     return {
         "method": method,
         "workers": number,

@@ -49,11 +49,11 @@ ROWS: dict[str, tuple[float | None, float]] = {
 @contextmanager
 def moved(model: nn.Module, workers: sparse.VirtualWorkers, worker: int, by: float) -> Iterator[None]:
     """A block in which the parameters are moved by a part of what waits for one worker."""
-    if not by or not workers.pipelines:
+    if not by or not workers.feedbacks:
         yield
         return
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    residuals = workers.pipelines[worker].residuals.views
+    residuals = workers.feedbacks[worker].residuals.views
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in residuals:

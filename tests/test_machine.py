@@ -476,8 +476,6 @@ class Machine(RuleBasedStateMachine):
         for pipeline in (pipeline for world in self.all for pipeline in world.pipelines):
             assert pipeline.step is None
             for bucket in pipeline.buckets:
-                assert bucket.run is None and bucket.missing == set(bucket.slots)
-                assert bucket._message is None and not bucket._taken
                 assert bucket.state.step == self.steps, "every step counts once"
 
     @invariant()

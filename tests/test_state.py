@@ -48,10 +48,9 @@ SHAPES = {"p": (600,), "q": (500,)}
 
 def serve(compressor: Compressor, *names: str) -> Store:
     """What adapters bind to a compressor, with buckets for some parameters."""
-    store = Store()
-    store.compressor, store.active = compressor, True
+    store = Store(compressor)
     if names:
-        store.pipeline = make_pipeline(ORACLE, compressor, {name: SHAPES[name] for name in names})
+        store.feedback = make_pipeline(ORACLE, compressor, {name: SHAPES[name] for name in names})
     return store
 
 
@@ -79,7 +78,7 @@ RESCALED = [row for row in COMPRESSORS if row.name in ("sidco-gamma-robust", "mi
 def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_in_residual: bool) -> None:
     make = functools.partial(row.make, 0.05, lr_in_residual=lr_in_residual)
     one, store = trained(make()), serve(make())
-    store.load_compression_state(one.state_dict())
+    store.load(one.state_dict())
     store.rescale(0.25)
     one.rescale(0.25)
     assert repr({**store.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
@@ -91,7 +90,7 @@ def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_i
 def test_a_deferred_state_is_a_copy() -> None:
     store, state = serve(TopK(0.1, warmup=None)), trained(TopK(0.1, warmup=None)).state_dict()
     kept = copy.deepcopy(state)
-    store.load_compression_state(state)
+    store.load(state)
     state["residuals"]["p"][:] = 7.0
     store.state_dict()["residuals"]["q"][:] = 7.0
     store.rescale(2.0)
@@ -104,9 +103,9 @@ def test_a_deferred_state_is_a_copy() -> None:
 def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
     state = trained(SIDCo(0.05, warmup=None)).state_dict()
     store = serve(SIDCo(0.05, warmup=None), "p")
-    store._load(state, {"p"})
-    assert store.pipeline is not None and store.deferred is not None
-    assert store.pipeline.state_dict()["residuals"].keys() == {"p"} and store.deferred["residuals"].keys() == {"q"}
+    store.load_part(state, {"p"})
+    assert store.feedback is not None and store.deferred is not None
+    assert store.feedback.state_dict()["residuals"].keys() == {"p"} and store.deferred["residuals"].keys() == {"q"}
     np.testing.assert_equal(store.state_dict(), {**state, "sparse": []})
     store.rescale(4.0)
     for name in SHAPES:
@@ -119,10 +118,10 @@ def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
 def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
     state = trained(SIDCo(0.05, warmup=None)).state_dict()
     store = serve(SIDCo(0.05, warmup=None), "p")
-    store._load(state, {"p"})
+    store.load_part(state, {"p"})
     before = store.state_dict()
     with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
-        store._load(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
+        store.load_part(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
     np.testing.assert_equal(store.state_dict(), before)
 
 
@@ -137,29 +136,28 @@ class Remembering(BucketState):
 
 def test_copies_of_a_state_share_nothing_with_it() -> None:
     state = Remembering(window=[1], others={"a": [1]})
-    snapshot, saved, loaded = state.snapshot(), state.state_dict(), Remembering()
+    copied, saved, loaded = state.copied(), state.state_dict(), Remembering()
     loaded.load_state_dict(saved)
     for one in (state, loaded):
         one.window.append(2)
     state.others["a"].append(2)
     assert saved == {"step": 0, "window": [1]}
     assert (state.window, loaded.window) == ([1, 2], [1, 2])
-    state.restore(snapshot)
-    assert (state.window, state.others) == ([1], {"a": [1]})
+    assert (copied.window, copied.others) == ([1], {"a": [1]})
 
 
 def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
     saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
-    assert saved.pipeline is not None
-    take_step(ORACLE, [saved.pipeline], [given(0)], 0.5)
+    assert saved.feedback is not None
+    take_step(ORACLE, [saved.feedback], [given(0)], 0.5)
     state = saved.state_dict()
     other = serve(TopK(0.1, warmup=None), "p", "q")
     before = other.state_dict()
     with pytest.raises(ValueError, match="state must be one with lr_in_residual=False, got one with"):
-        other.load_compression_state(state)
+        other.load(state)
     assert repr(other.state_dict()) == repr(before)
     same = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
     with pytest.raises(ValueError, match="state must be one with lr_in_residual=True, got one with"):
-        same.load_compression_state(before)
-    same.load_compression_state(state)
+        same.load(before)
+    same.load(state)
     np.testing.assert_array_equal(same.state_dict()["residuals"]["p"], state["residuals"]["p"])

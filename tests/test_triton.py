@@ -25,9 +25,11 @@ from horovod_sparse.compressors import GaussianK, Threshold, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.sidco import SIDCo, next_aim
 from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
@@ -70,7 +72,7 @@ class Worker:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
         ORACLE.accumulate(expected, [(0, gradient)])
-        self.bucket.begin(self.state, self.k, self.capacity, selects=True)
+        self.bucket.begin(self.state, Stage(range(1), self.k, self.capacity, Pairs(), False, 0.0))
         for offset, end in itertools.pairwise(np.cumsum([0, *self.sizes]).tolist()):
             slot = Slot("", offset, end - offset, (end - offset,))
             self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], None, 1.0)
@@ -164,7 +166,7 @@ def check_accumulate(
     (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
     sizes = [3, residual.size, 2]
     bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
-    bucket.begin(NO_STATE, 1, 1, selects=True)
+    bucket.begin(NO_STATE, Stage(range(1), 1, 1, Pairs(), False, 0.0))
     bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], momentum, rate)
     np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:

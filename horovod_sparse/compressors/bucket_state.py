@@ -7,7 +7,10 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _NEARLY = 0.95
 """The next step's k-th largest magnitude will hardly be below this fraction of the last step's."""
@@ -25,16 +28,15 @@ class Place(NamedTuple):
     world: int = 1
 
 
+_FIXED = (int, float, str, tuple)
+"""Types of values that cannot change; a tuple holds nothing else."""
 ALONE = Place()
 """A selection outside of any bucket."""
 
 
 @dataclass
 class BucketState:
-    """What an algorithm carries from step to step for one bucket. Subclasses add fields.
-
-    A field gets a new value, and its value is never changed in place: a step that fails takes the old ones back.
-    """
+    """What an algorithm carries from step to step for one bucket. Subclasses add fields."""
 
     saved: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that the next selection depends on: plain numbers, strings and lists."""
@@ -79,6 +81,14 @@ class BucketState:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
             setattr(self, name, copy.deepcopy(state[name]))
+
+    def copied(self) -> Self:
+        """Return a copy that shares nothing with this one that can change: a step that fails goes back to it."""
+        other = copy.copy(self)
+        for name, one in vars(self).items():
+            if not isinstance(one, _FIXED):
+                setattr(other, name, copy.deepcopy(one))
+        return other
 
     def expect(self, smallest: float, k: int) -> None:
         """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -37,7 +36,7 @@ class Sending:
         self.stage = bucket.stage
         self.capacity = self.stage.capacity
         self._momentum, self._prepare = terms.momentum, terms.prepare
-        self._before = copy.copy(bucket.state)
+        self._before = bucket.state.copied()
         """The adaptive state before this step."""
         self.selector: Selector = bucket.host if bucket.device is None or self.stage.is_dense else bucket.device
         self.selector.begin(bucket.state, self.stage)

@@ -14,7 +14,7 @@ from stairs import Halving
 
 import horovod_sparse
 from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.torch import TopK, reducer
+from horovod_sparse.torch import TopK, horovod
 from horovod_sparse.torch.exchange import Collectives
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, raised, small_model, train, wrap
@@ -23,8 +23,8 @@ from .scenario import EVERYWHERE, PAIR, scenario, warned
 
 @scenario(*PAIR)
 def another_release_raises_on_all() -> None:
-    describe, release = reducer.description, "0.0.9" if hvd.rank() == 1 else horovod_sparse.__version__
-    with patch.object(reducer, "description", lambda *arguments: {**describe(*arguments), "release": release}):
+    describe, release = horovod.description, "0.0.9" if hvd.rank() == 1 else horovod_sparse.__version__
+    with patch.object(horovod, "description", lambda *arguments: {**describe(*arguments), "release": release}):
         model = small_model()
         optimizer = wrap(model, TopK(0.01, warmup=None))
         message = raised(ValueError, lambda: train(model, optimizer, range(1)))

@@ -11,17 +11,16 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod_sparse.torch.reducer import Reducer
-from worker import Worker
 
-from horovod_sparse.torch import SIDCo, reducer
+from horovod_sparse.core.driver import Driver
+from horovod_sparse.torch import SIDCo, horovod
 
 from .common import BUCKET_BYTES, loss_of, small_model, wrap
 from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, before, wait_for
 
 CALLS: dict[str, tuple[Any, str]] = {
-    "exchange": (Reducer, "_start"),
-    "agreement": (reducer, "description"),
+    "exchange": (Driver, "_start"),
+    "agreement": (horovod, "description"),
     # Horovod's optimizer calls it when gradients have been reduced.
     "optimizer": (torch.optim.SGD, "step"),
 }
@@ -49,7 +48,7 @@ def main(fault: Fault, folder: Path) -> None:
     elif fault.moment == "synchronize":
         # The last weight in backward: other buckets of this rank are under way.
         model.get_parameter("0.weight").register_hook(late)
-        before(Worker, "complete", announce)
+        before(Driver, "complete", announce)
     else:
         before(*CALLS[fault.moment], fault.happen)
     for step in range(STEPS):

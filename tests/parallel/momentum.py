@@ -127,7 +127,7 @@ def it_is_refused_in_both() -> None:
     for compression in (DGC(0.01, momentum=0.5), SIDCo(0.01, momentum=MomentumCorrection(0.5))):
         message = raised(ValueError, lambda one=compression: make(one))
         assert "optimizer must have momentum=0 with MomentumCorrection" in message
-        assert "got momentum=0.9" in message and compression.store is None
+        assert "got momentum=0.9" in message and compression.source is None
     make(DGC(0.01))
     # Also when it comes later: with the state of a dense run, or with another group of parameters.
     if not IN_DDP:

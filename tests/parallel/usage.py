@@ -11,11 +11,11 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.torch import optimizer as horovod_optimizer
-from horovod_sparse.torch.reducer import Reducer
 from torch import nn
-from worker import Worker
 
+from horovod_sparse.core.step import Step
 from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, Union, seam
+from horovod_sparse.torch.horovod import HorovodSource
 
 from .common import (
     BUCKET_BYTES,
@@ -458,7 +458,7 @@ def after_an_exception_while_it_waits_a_compression_refuses_to_go_on(resets: boo
     optimizer = wrap(model, compression)
     train(model, optimizer, range(3))
     state = compression.state_dict()
-    with patch.object(Worker, "advance", side_effect=_StoppedError):
+    with patch.object(Step, "advance", side_effect=_StoppedError):
         raised(_StoppedError, lambda: train(model, optimizer, [3]))
     for _ in range(2):
         text = raised(RuntimeError, lambda: train(model, optimizer, [4]))
@@ -659,7 +659,7 @@ def stock_compression_is_untouched(compression: Any) -> None:
 @scenario(MPI_2)
 def an_optimizer_that_could_not_be_made_leaves_no_hooks() -> None:
     model = small_model()
-    for failing in (seam, "Reducer"), (Reducer, "_forget_workers"):
+    for failing in (seam, "HorovodSource"), (HorovodSource, "settle"):
         with patch.object(*failing, side_effect=KeyboardInterrupt):
             raised(KeyboardInterrupt, lambda: wrap(model, TopK(0.05)))
         loss_of(model, 0).backward()

@@ -399,7 +399,7 @@ def the_bare_hook_compares_nothing_on_the_host(arguments: dict[str, Any]) -> Non
         patch.object(torch, "equal", side_effect=AssertionError("compared")),
     ):
         train(model, optimizer, range(2, 5))
-    assert compression.store.optimizer is None
+    assert compression.source.optimizer is None
     assert_identical(model)
 
 

@@ -522,7 +522,7 @@ def what_does_not_fit_is_refused_by_name() -> None:
         given = {"optimizer": sgd(model), "replicate": mesh["replicate"], **arguments}
         message = raised(error, lambda: register(model, compression, **given))
         assert text in message, message
-        assert compression.store is None
+        assert compression.source is None
 
     plain, good = small_model(), shard(small_model(), mesh["shard"])
     refuse(TypeError, plain, "sharded by fully_shard")

@@ -59,7 +59,7 @@ class OfOne(Exchange):
         message = yield Collective("allreduce", message)
         indices = bucket.ops.union(message, 1, 0, bucket.numel)
         assert indices is not None
-        return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.step))
+        return (yield from summed(bucket, indices, bucket.take_out(indices), bucket.capacity, bucket.step))
 
 
 POLICIES: dict[str, MakeCompression] = {
@@ -164,7 +164,7 @@ def groups_are_buckets(as_list: bool) -> None:
     function = graph_reducer(compression, weights, groups=groups)
     for step in range(3):
         function(tensors(gradients_of(step)))
-    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.store.pipeline.buckets]
+    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.source.driver.feedback.buckets]
     expected = [{"first", "third"}, {"second"}] if as_list else [{"first", "second"}, {"third"}]
     assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected)), buckets
 
@@ -217,7 +217,7 @@ def a_gradient_that_is_not_finite_is_not_finite_anywhere(graph: bool) -> None:
     function: Any = partial(reduced, compression, weights)
     function = tf.function(function) if graph else function
     function(tensors(gradients_of(0)))
-    (bucket,) = (set(one.slots) for one in compression.store.pipeline.buckets if "first" in one.slots)
+    (bucket,) = (set(one.slots) for one in compression.source.driver.feedback.buckets if "first" in one.slots)
     kept = compression.state_dict()
     bad = gradients_of(1)
     if hvd.rank() == 1:
@@ -257,7 +257,7 @@ def nothing_is_traced_again_in_an_eager_step(tape: bool) -> None:
     counts = []
     for number in range(30):
         step(number)
-        counts.append(compression.store._function.experimental_get_tracing_count())
+        counts.append(compression.source._function.experimental_get_tracing_count())
     assert counts[0] == 1 and counts[1:] == [2] * 29, counts
 
 
@@ -484,7 +484,7 @@ def what_is_not_needed_is_freed() -> None:
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
     reduce(compression, weights, gradients_of(1))
-    engine = weakref.ref(compression.store.pipeline)
+    engine = weakref.ref(compression.source.driver)
     assert engine() is not None
     del compression, function
     gc.collect()
