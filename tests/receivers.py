@@ -12,6 +12,7 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.exchange.protocols import Exchange, Reduced
 from horovod_sparse.public import Pairs, Union
 
@@ -75,8 +76,8 @@ def record(name: str) -> Recorded:
         for name, gradient in given.items():
             pipeline.arrive(name, gradient)
     state = pipelines[0].state_dict()
-    messages = [bucket.begin().message for bucket in buckets]
-    return Recorded(compressor, buckets[0].numel, buckets[0].capacity, dtype, state, messages)
+    messages = [one.sending(bucket).begin().message for one, bucket in zip(pipelines, buckets, strict=True)]
+    return Recorded(compressor, buckets[0].numel, buckets[0].stage.capacity, dtype, state, messages)
 
 
 class Receiver:
@@ -111,18 +112,20 @@ class Receiver:
         pipeline.start_step()
         for name, shape in SHAPES.items():
             pipeline.arrive(name, self.backend.array(np.zeros(shape, self.recorded.dtype)))
-        bucket.begin()
+        sending = pipeline.sending(bucket)
+        assert isinstance(sending, Sending)
+        sending.begin()
         try:
             for result in results:
                 if pipeline.advance(bucket, self.backend.array(result)) is None:
-                    write(bucket.layout.slots, bucket.reduced(float(WORLD)))
+                    write(bucket.layout.slots, sending.reduced(float(WORLD)))
                     break
         except RuntimeError as error:
             assert self._host.tobytes() == self._untouched, "something was written before the error"
             return str(error)
         # What the worker has learned must be something that can be saved and loaded.
         bucket.state.load_state_dict(bucket.state.state_dict())
-        assert 0 <= bucket.outcome.sent <= bucket.numel
+        assert 0 <= sending.outcome.sent <= bucket.numel
         return written[0] if written else None
 
     def rows_in_use(self, messages: np.ndarray) -> list[int | None]:

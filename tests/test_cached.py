@@ -140,7 +140,7 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         if step == 3:
             pipeline.rescale(0.01)
             # Not the sums either, which this compressor does not ask for.
-            selector: Any = pipeline.buckets[0].selector
+            selector: Any = pipeline.buckets[0].host
             assert selector._tracked._notes is None
         bucket = pipeline.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None

@@ -45,7 +45,7 @@ def states_of(make: Callable[..., Any], workers: int, *, average: bool = True, s
     run = VirtualWorkers(workers, make(), average=average)
     for step in range(steps):
         run(given(workers, step))
-    return [pipeline.state_dict() for pipeline in run.pipelines]
+    return [pipeline.state_dict() for pipeline in run.feedbacks]
 
 
 def arrived(make: Callable[..., Any], workers: int, states: list[State], *, average: bool) -> Named:
@@ -53,13 +53,13 @@ def arrived(make: Callable[..., Any], workers: int, states: list[State], *, aver
     run = VirtualWorkers(workers, make(1.0), average=average)
     nothing = {name: np.zeros((workers, *shape), np.float32) for name, shape in SHAPES.items()}
     run(nothing)
-    for pipeline, state in zip(run.pipelines, states, strict=True):
+    for pipeline, state in zip(run.feedbacks, states, strict=True):
         pipeline.load_state_dict(copy.deepcopy(state))
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for _ in range(30):
         for name, result in run(nothing).items():
             total[name] += result
-    for pipeline in run.pipelines:
+    for pipeline in run.feedbacks:
         for name, residual in pipeline.state_dict()["residuals"].items():
             total[name] += residual / (workers if average else 1)
     return total

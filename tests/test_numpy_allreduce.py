@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from table import gradients_of
 from virtual_mpi import Comm, run
-from worker import Worker
 
 from horovod_sparse import kernels
+from horovod_sparse.core.step import Step
 from horovod_sparse.exchange.protocols import Collective, Exchange
 from horovod_sparse.numpy import (
     DGC,
@@ -233,10 +233,10 @@ def test_after_an_exception_within_an_exchange_a_worker_refuses_to_go_on(
         one(local(0))
     saved = reduce.state_dict()
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "advance", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(Step, "advance", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             reduce(local(1))
-    assert reduce.pipeline.is_broken
+    assert reduce.driver.feedback is not None and reduce.driver.feedback.is_broken
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"an exchange has ended by an exception before.*compression\.reset\(\)"):
             reduce(local(1))

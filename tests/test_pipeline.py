@@ -214,7 +214,8 @@ def test_what_others_send_of_a_parameter_without_gradient_has_the_unit_of_its_ra
 def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:
     pipeline = pipeline_of(backend, TopK(0.1, warmup=None))
     state = pipeline.state_dict()
-    for seed, use in enumerate((lambda: pipeline.load_state_dict(state), pipeline.reset, pipeline.start_step)):
+    uses: list[Any] = [lambda: pipeline.load_state_dict(state), pipeline.reset, pipeline.start_step]
+    for seed, use in enumerate(uses):
         pipeline.arrive("kernel", backend.array(np.ones(500, np.float32)))
         use()
         step(backend, pipeline, seed)

@@ -98,7 +98,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     pipelines = make_pipelines(ORACLE, compressor, {"p": (100_000,)}, world)
     for pipeline in pipelines:
         pipeline.arrive("p", np.random.default_rng(0).laplace(size=100_000).astype(np.float32))
-    following: list[Any] = [pipeline.buckets[0].begin() for pipeline in pipelines]
+    following: list[Any] = [pipeline.sending(pipeline.buckets[0]).begin() for pipeline in pipelines]
     sent = []
     while following[0] is not None:
         message = following[0].message
@@ -108,7 +108,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
             pipeline.advance(pipeline.buckets[0], answer) for pipeline, answer in zip(pipelines, answers, strict=True)
         ]
     assert sent == [list(together) for together in method.rounds(100_000, 0.01, world)]
-    bytes_sent = pipelines[0].buckets[0].bytes_sent
+    bytes_sent = pipelines[0].buckets[0].stage.bytes_sent
     assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def test_copies_of_a_state_share_nothing_with_it() -> None:
 def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
     saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
     assert saved.feedback is not None
-    take_step(ORACLE, [saved.feedback], [given(0)], 0.5)
+    take_step(ORACLE, [cast(Worker, saved.feedback)], [given(0)], 0.5)
     state = saved.state_dict()
     other = serve(TopK(0.1, warmup=None), "p", "q")
     before = other.state_dict()

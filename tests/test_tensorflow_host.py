@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import TopK  # noqa: E402
 
 
-def driver_of(compressor: TopK, shapes: dict[str, tuple[int, ...]], world: int = 1) -> Any:
+def driver_of(compressor: TopK, shapes: Mapping[str, tuple[int, ...]], world: int = 1) -> Any:
     """A worker's, with a bucket for each parameter."""
     driver = host.HostDriver(compressor, Mock(), world=world, position=0, rank=0)
     driver.extend([Layout.of([Parameter(name, shape, "float32", "cpu")]) for name, shape in shapes.items()], [], "")

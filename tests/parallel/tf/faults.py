@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_sparse.tensorflow import SIDCo
-from horovod_sparse.tensorflow.host import HostPipeline
+from horovod_sparse.tensorflow.host import HostDriver
 from horovod_sparse.tensorflow.reducer import Reducer
 
 from ..injected import FAULTY_STEP, STEPS, VICTIM, Fault, before
@@ -25,7 +25,7 @@ def main(fault: Fault) -> None:
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        before(HostPipeline, "_message", fault.happen)
+        before(HostDriver, "_message", fault.happen)
     elif fault.moment == "agreement":
         before(Reducer, "_agree", fault.happen)
     for step in range(STEPS):
