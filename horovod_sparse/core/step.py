@@ -114,8 +114,11 @@ class Step:
 
     def complete(self, start: Start) -> None:
         """Wait for all exchanges that have begun, to their ends. `start` starts a bucket's next collective."""
+        under_way: list[tuple[AnySending, Wait]] = []
         # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
-        under_way = [(one, self.waits[one.name]) for one in self._in_order() if one.name in self.waits]
+        for bucket in self.feedback.all_buckets:
+            if bucket.name in self.waits:
+                under_way.append((self.sendings[bucket.name], self.waits[bucket.name]))
         self.feedback.is_broken = True
         while under_way:
             # Every bucket's next collective is started before the first of them is waited for.
@@ -134,10 +137,6 @@ class Step:
                 raise
         self.feedback.is_broken = False
 
-    def _in_order(self) -> list[AnySending]:
-        """Return what a gradient has reached, in the order of the buckets."""
-        return [self.sendings[one.name] for one in self.feedback.all_buckets if one.name in self.sendings]
-
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
         """End the step, all of whose exchanges have ended, and write all reduced gradients.
 
@@ -147,16 +146,15 @@ class Step:
         Raises:
             RuntimeError: another rank has given the step up. All ranks may go on.
         """
-        sendings = self._in_order()
         if self.fails:
             self._tell(everyone)
             # Before the reduced gradients take the place of those that are to be taken out again.
             self.abandon()
         else:
-            for sending in sendings:
+            for sending in self.sendings.values():
                 sending.commit()
             self.feedback.warn_truncated()
-        for sending in () if self.given_up else sendings:
+        for sending in () if self.given_up else self.sendings.values():
             write(sending.layout.slots, sending.reduced(self.terms.divisor))
 
     def _tell(self, everyone: Everyone | None) -> None:
@@ -183,7 +181,7 @@ class Step:
 
     def bad(self) -> list[str]:
         """Return this rank's parameters whose gradients are known not to be finite."""
-        return [*self._bad, *(name for sending in self._in_order() for name in sending.bad())]
+        return [*self._bad, *(name for sending in self.sendings.values() for name in sending.bad())]
 
     def abandon(self) -> None:
         """Bring back all that the step has changed, on this rank alone. It has never been."""

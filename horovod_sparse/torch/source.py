@@ -86,9 +86,10 @@ class TensorSource(ABC):
             return
         if self.compressor.lr_in_residual:
             self._rates = {one: float(group["lr"]) for group in self.param_groups for one in group["params"]}
-        gradients = map(self.gradient, self.names) if self.compressor.holds_back else ()
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        self.driver.begin((one for one in gradients if one is not None), scale)
+        gradients: list[Tensor] = []
+        if self.compressor.holds_back:
+            gradients = [one for one in map(self.gradient, self.names) if one is not None]
+        self.driver.begin(gradients, 1.0 if self.scaler is None else float(self.scaler.get_scale()))
 
     def add(self, parameter: Tensor) -> None:
         """Add a parameter's gradient to the step that has begun."""
