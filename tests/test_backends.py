@@ -70,8 +70,8 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
         seen += _kept(backend, pipelines, f"step {number}, before the exchange")
         for count, buckets in enumerate(zip(*(pipeline.buckets for pipeline in pipelines), strict=True)):
             if number == case.given_up and count:
-                for bucket in buckets:
-                    bucket.begin()
+                for pipeline, bucket in zip(pipelines, buckets, strict=True):
+                    pipeline.sending(bucket).begin()
                 continue
             for rank, reduced in enumerate(exchange(backend, pipelines, buckets, divisor=float(world))):
                 for name, parts in reduced.items():
