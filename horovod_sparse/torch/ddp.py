@@ -110,7 +110,10 @@ class DDPSource(TensorSource):
         if bucket.index() == 0:
             self._begin_backward()
         if self.driver.feedback is None:
-            self._meet(bucket)
+            self._check(bucket)
+        if self._used is not None:
+            # Here the bare hook meets its parameters, and others those that are trained only now: these have gradients.
+            self._used.update(self._note(parameters))
         self._gradients.update(zip(parameters, bucket.gradients(), strict=True))
         self._promised.append((buffer, future))
         if self.driver.feedback is not None and not self.compressor.holds_back:
@@ -130,8 +133,8 @@ class DDPSource(TensorSource):
             self.settle("reduce")
         self._backward = backward
 
-    def _meet(self, bucket: Any) -> None:
-        """Take note of a bucket in the first step. Raise ValueError if it cannot be reduced."""
+    def _check(self, bucket: Any) -> None:
+        """Raise ValueError for a bucket of the first step that cannot be reduced."""
         if self._given and any(parameter not in self._given for parameter in bucket.parameters()):
             raise self._of_another_model()
         if bucket.buffer().is_sparse:
@@ -141,9 +144,6 @@ class DDPSource(TensorSource):
                 f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
                 "embedding with sparse=False"
             )
-        if self._used is not None:
-            # The bare hook meets its parameters here. Those that are new have gradients.
-            self._used.update(self._note(bucket.parameters()))
 
     def _of_another_model(self) -> ValueError:
         return ValueError(
