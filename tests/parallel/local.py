@@ -189,19 +189,25 @@ def gradients_ahead_know_of_what_waits(every: int) -> None:
     assert same(before, model.values()) and s > 1.0
 
 
-@scenario(MPI_2, TORCHRUN_2, cases={"every step": (1,), "every third": (EVERY,)})
-def local_updates_go_on_from_their_state(every: int) -> None:
+@scenario(MPI_2, TORCHRUN_2, cases={"every step": (1,), "every third": (EVERY,), "a part is frozen": (1, True)})
+def local_updates_go_on_from_their_state(every: int, freezes: bool = False) -> None:
     """Bit for bit, also between two exchanges, and before the first exchange of the process."""
     for steps in (2 * every, 2 * every + 1):
         model, local = pulled(torch.optim.Adam, every=every)
         for step in range(steps):
             pull(model, local, step, 0.5)
         twin, twin_local = pulled(torch.optim.Adam, every=every)
+        # What waits of it is in the state, and its first exchange is a later one than that of the others.
+        for one, its in ((model, local), (twin, twin_local)) if freezes else ():
+            one.second.requires_grad_(False)
+            its.zero_grad()
         twin.load_state_dict(model.state_dict())
         twin_local.optimizer.load_state_dict(copy.deepcopy(local.optimizer.state_dict()))
         twin_local.load_state_dict(copy.deepcopy(local.state_dict()))
         for one, its in ((model, local), (twin, twin_local)):
             for step in range(steps, 5 * every + 1):
+                if step == 4 * every:
+                    one.second.requires_grad_(True)
                 pull(one, its, step, 0.5)
             its.synchronize()
         assert same(twin.seen, model.seen) and same(twin.values(), model.values()), steps
