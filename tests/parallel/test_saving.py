@@ -1,8 +1,12 @@
-"""The scripts of docs/running.md: what they have saved goes on bit for bit, and on other numbers of workers nothing is lost."""
+"""The scripts of docs/running.md, with a short warm-up.
+
+What they have saved goes on bit for bit, and on other numbers of workers nothing is lost.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,9 +23,13 @@ pytestmark = pytest.mark.parallel
 
 LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
-FEW, ALL = 63, 84
-"""Numbers of steps, or of epochs: in the first ones everything is sent. All scripts save in every third step or epoch."""
+FEW, ALL = 9, 12
+"""Numbers of steps, or of epochs. All scripts save in every third step or epoch."""
+_RATIO = "SIDCo(ratio=0.01)"
+_SOON_SPARSE = "SIDCo(ratio=0.01, warmup=1.0)"
+"""Everything is sent in the first steps of a warm-up: here by two workers in two steps, by four in five."""
 
+_LOOP = "\nfor step in range(begin, steps):"
 _ENDING = "\ndel model, optimizer"
 _PROBE = """
 import numpy as _np
@@ -30,7 +38,7 @@ _state = {compressor}.state_dict()
 _arrays = {{f"parameters/{{i}}": _np.asarray(one) for i, one in enumerate(_parameters)}}
 for _part in ("residuals", "velocities"):
     _arrays |= {{f"{{_part}}/{{name}}": _np.asarray(one) for name, one in _state[_part].items()}}
-_np.savez(f"{{sys.argv[3]}}-{{{rank}}}.npz", **_arrays)
+_np.savez(f"{{sys.argv[3]}}-{moment}-{{{rank}}}.npz", **_arrays)
 """
 _TORCH = {"parameters": "[one.detach() for one in model.parameters()]", "compressor": "compression", "rank": "rank"}
 _TF = {"parameters": "[weights]", "compressor": "compression", "rank": "hvd.rank()"}
@@ -48,26 +56,38 @@ SCRIPTS = dict(zip(_PROBES, (block for block in pages.blocks(_PAGE, "python") if
 Arrays = dict[str, np.ndarray]
 
 
-def run(what: str, folder: Path, steps: int, ranks: int = 2) -> list[Arrays]:
-    """Run a script as it stands, and return what each rank has in the end: parameters, residuals and velocities."""
+def run(
+    what: str, folder: Path, steps: int, ranks: int = 2, *, moments: Sequence[str] = ("end",)
+) -> list[list[Arrays]]:
+    """Run a script with a short warm-up, and return what each rank has in the end: parameters, residuals and velocities.
+
+    The moments are "begin", when it has loaded what was saved, and "end".
+    """
     script = SCRIPTS[what]
     assert what in script.text and script.launched is not None
     launcher, workers = script.launched
     assert workers == 2
+    assert script.text.count(_RATIO) == 1
+    text = script.text.replace(_RATIO, _SOON_SPARSE)
+    probes = {moment: _PROBE.format(**_PROBES[what], moment=moment) for moment in moments}
+    if "begin" in probes:
+        assert text.count(_LOOP) == 1
+        text = text.replace(_LOOP, probes["begin"] + _LOOP)
     # What is compared is written after the script, or before it cleans up.
-    text, ending, after = script.text.partition(_ENDING)
+    text, ending, after = text.partition(_ENDING)
     file = folder.with_suffix(".py")
-    file.write_text(text + _PROBE.format(**_PROBES[what]) + ending + after, encoding="utf-8")
+    file.write_text(text + probes["end"] + ending + after, encoding="utf-8")
     folder.mkdir(exist_ok=True)
     ended = Launch(launcher, ranks).run(
         str(file), str(folder), str(steps), str(folder), limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": "1"}
     )
     assert ended.code == 0, str(ended)
-    found = []
-    for rank in range(ranks):
-        with np.load(f"{folder}-{rank}.npz") as arrays:
-            found.append(dict(arrays))
-    return found
+    return [[_arrays_in(f"{folder}-{moment}-{rank}.npz") for rank in range(ranks)] for moment in moments]
+
+
+def _arrays_in(path: str) -> Arrays:
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 def needs(what: str) -> list[pytest.MarkDecorator]:
@@ -79,11 +99,12 @@ def needs(what: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=needs(what)) for what in _PROBES])
 def test_what_a_script_has_saved_goes_on_bit_for_bit(what: str, tmp_path: Path) -> None:
-    whole = run(what, tmp_path / "whole", ALL)
-    few = run(what, tmp_path / "parts", FEW)
-    resumed = run(what, tmp_path / "parts", ALL)
+    (whole,) = run(what, tmp_path / "whole", ALL)
+    (few,) = run(what, tmp_path / "parts", FEW)
+    (resumed,) = run(what, tmp_path / "parts", ALL)
     residuals = [name for name in whole[0] if name.startswith("residuals/")]
-    assert residuals and all(one[name].any() for one in whole for name in residuals)
+    # Where everything is sent, nothing is left.
+    assert residuals and all(one[name].any() for one in (*few, *whole) for name in residuals)
     for before, expected, got in zip(few, whole, resumed, strict=True):
         np.testing.assert_equal(got, expected)
         assert any((before[name] != one).any() for name, one in got.items()), "the second run has not trained"
@@ -96,9 +117,11 @@ def test_what_a_script_has_saved_goes_on_bit_for_bit(what: str, tmp_path: Path) 
 def test_another_number_of_workers_loses_nothing(tmp_path: Path) -> None:
     """From 2 to 4, to 2, to 1: each of the new workers has the mean of what the old ones had."""
     folder, steps = tmp_path / "saved", FEW
-    before = run("torch.save", folder, steps)
+    (before,) = run("torch.save", folder, steps)
+    assert all(array.any() for one in before for name, array in one.items() if name.startswith("residuals/"))
     for ranks in (4, 2, 1):
-        after = run("torch.save", folder, steps, ranks)
+        steps += 3
+        after, trained = run("torch.save", folder, steps, ranks, moments=("begin", "end"))
         for name, got in after[0].items():
             of_all = [one[name] for one in before]
             mean = np.mean(of_all, axis=0, dtype=np.float64).astype(np.float32)
@@ -106,6 +129,5 @@ def test_another_number_of_workers_loses_nothing(tmp_path: Path) -> None:
             for other in after:
                 np.testing.assert_array_equal(other[name], got)
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7 * np.abs(expected).max())
-        steps += 3
-        before = run("torch.save", folder, steps, ranks)
+        before = trained
         assert any((one != before[0][name]).any() for name, one in after[0].items()), "it has not trained"

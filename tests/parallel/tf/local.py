@@ -33,6 +33,11 @@ def task(steps: Batches, rank: int | None = None) -> tuple[np.ndarray, np.ndarra
     return inputs, (inputs @ TEACHER).argmax(1)
 
 
+def with_adam() -> Any:
+    """A model whose optimizer has its variables before the first step."""
+    return compiled(adam(), builds=True)
+
+
 def sparse(**settings: Any) -> Any:
     return SIDCo(0.05, **{"granularity": 10_000, "warmup": None, **settings})
 
@@ -116,7 +121,7 @@ def keras_local_updates_of_sgd_without_compression_are_dense_averaging(writes: b
 
 @scenario(TF_2)
 def what_a_program_loads_between_keras_local_updates_stays() -> None:
-    model, local = compiled(adam()), LocalUpdates(sparse())
+    model, local = with_adam(), LocalUpdates(sparse())
     train(model, local)
     model.set_weights([np.full(one.shape, 0.5, np.float32) for one in model.get_weights()])
     model.optimizer.learning_rate = 0.0
@@ -145,7 +150,7 @@ def weight_decay_does_not_grow_in_keras_local_updates() -> None:
 
 @scenario(TF_2)
 def a_number_that_is_not_finite_comes_out_on_all_of_keras_local_updates() -> None:
-    model = compiled(adam())
+    model = with_adam()
     inputs, labels = task(range(3))
     inputs[-1, 0] = np.nan if hvd.rank() == 1 else 0.0
     model.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[LocalUpdates(sparse())])
@@ -157,7 +162,7 @@ def a_number_that_is_not_finite_comes_out_on_all_of_keras_local_updates() -> Non
 
 @scenario(TF_2, cases=SETTINGS)
 def validation_and_checkpoints_see_what_keras_local_updates_share(settings: dict[str, Any]) -> None:
-    model, local = compiled(adam()), LocalUpdates(sparse(), **settings)
+    model, local = with_adam(), LocalUpdates(sparse(), **settings)
     held_out = task(range(90, 92), rank=9)
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/{{epoch}}.weights.h5"
@@ -175,7 +180,7 @@ def checkpoints_within_an_epoch_see_what_keras_local_updates_share(every: int) -
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/{{batch}}.weights.h5"
         save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2)
-        model = compiled(adam())
+        model = with_adam()
         train(model, LocalUpdates(sparse(), every=every), range(4), save)
         model.load_weights(path.format(batch=2))
         same(model)
@@ -193,7 +198,7 @@ def keras_local_updates_are_restored_bit_for_bit(settings: dict[str, Any]) -> No
         file = Path(folder, "local")
 
         def run(stop: int | None) -> tuple[Any, Any]:
-            model, local = compiled(adam()), LocalUpdates(sparse(), **settings)
+            model, local = with_adam(), LocalUpdates(sparse(), **settings)
             if file.exists() and stop is None:
                 local.load_state_dict(pickle.loads(file.read_bytes()))
 
@@ -238,7 +243,7 @@ def a_data_set_of_unknown_length_is_right_with_keras_local_updates(settings: dic
     """Keras begins a batch that never comes."""
     given: dict[str, Any] = {"epochs": 2, "validation_data": task(range(90, 92), rank=9)}
     after = After(test=same, epoch=same)
-    model = compiled(adam())
+    model = with_adam()
     model.fit(unknown(6), verbose=0, callbacks=[LocalUpdates(sparse(), **settings), after], **given)
     moved(model)
     models = [compiled(keras.optimizers.SGD(0.05)) for _ in range(2)]
@@ -288,7 +293,7 @@ def moving_statistics_are_averaged_with_keras_local_updates() -> None:
 
 @scenario(TF_2)
 def layers_are_frozen_and_thawed_between_keras_local_updates() -> None:
-    model, local = compiled(adam()), LocalUpdates(sparse(), every=2, ahead=0.5)
+    model, local = with_adam(), LocalUpdates(sparse(), every=2, ahead=0.5)
     first = model.layers[0]
     for trains in (False, True, False, True):
         first.trainable = trains
@@ -378,7 +383,7 @@ def what_does_not_go_with_keras_local_updates_is_refused_by_name() -> None:
     assert "it has no ['exchanges'" in raised(ValueError, lambda: LocalUpdates().load_state_dict({}))
     local = LocalUpdates(every=4)
     message = raised(
-        RuntimeError, partial(train, compiled(adam()), local, range(4), After(batch=lambda *_: local.state_dict()))
+        RuntimeError, partial(train, with_adam(), local, range(4), After(batch=lambda *_: local.state_dict()))
     )
     assert "1 batches were trained since the last exchange" in message, message
 
@@ -387,9 +392,9 @@ def what_does_not_go_with_keras_local_updates_is_refused_by_name() -> None:
 def keras_local_updates_that_differ_are_refused_on_all() -> None:
     message = raised(ValueError, partial(train, compiled(adam(), seed=hvd.rank()), LocalUpdates()))
     assert "values of the variables, which hvd.broadcast_variables(" in message, message
-    message = raised(ValueError, partial(train, compiled(adam()), LocalUpdates(ahead=0.1 * hvd.rank())))
+    message = raised(ValueError, partial(train, with_adam(), LocalUpdates(ahead=0.1 * hvd.rank())))
     assert "ahead=0.1" in message and "ahead=0.0" in message, message
-    message = raised(ValueError, partial(train, compiled(adam()), LocalUpdates(grow=bool(hvd.rank()))))
+    message = raised(ValueError, partial(train, with_adam(), LocalUpdates(grow=bool(hvd.rank()))))
     assert "grow=True" in message and "grow=False" in message, message
 
 
@@ -407,7 +412,7 @@ def _uneven(known: bool, model: Any, local: Any, epochs: int) -> None:
 )
 def uneven_numbers_of_batches_are_refused_with_keras_local_updates(known: bool, epochs: int) -> None:
     for every in (1, 4):
-        model = compiled(adam())
+        model = with_adam()
         local = LocalUpdates(sparse(), every=every)
         message = raised(RuntimeError, partial(_uneven, known, model, local, epochs))
         assert "at the end of epoch 0" in message and "equally many batches" in message, message
@@ -420,17 +425,15 @@ def a_worker_that_stops_early_or_begins_late_is_named_with_keras_local_updates()
     def stop(model: Any, epoch: int) -> None:
         model.stop_training = hvd.rank() == 1
 
-    message = raised(
-        RuntimeError, partial(train, compiled(adam()), LocalUpdates(), range(3), After(epoch=stop), epochs=2)
-    )
+    message = raised(RuntimeError, partial(train, with_adam(), LocalUpdates(), range(3), After(epoch=stop), epochs=2))
     assert "at the end of the training" in message and "after batch 0 of epoch 1" in message, message
-    message = raised(RuntimeError, partial(train, compiled(adam()), LocalUpdates(), epochs=3, initial_epoch=hvd.rank()))
+    message = raised(RuntimeError, partial(train, with_adam(), LocalUpdates(), epochs=3, initial_epoch=hvd.rank()))
     assert "after batch 0 of epoch 0" in message and "after batch 0 of epoch 1" in message, message
 
 
 @scenario(TF_2)
 def a_worker_that_catches_an_exception_is_named_with_keras_local_updates() -> None:
-    model, local = compiled(adam()), LocalUpdates(sparse(), ahead=0.5)
+    model, local = with_adam(), LocalUpdates(sparse(), ahead=0.5)
 
     def fail(model: Any, batch: int) -> None:
         if hvd.rank() == 1 and batch == 2:

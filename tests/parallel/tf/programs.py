@@ -18,7 +18,7 @@ from horovod_sparse.tensorflow import DistributedGradientTape, SIDCo, TopK
 
 from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import MakeCompression, assert_identical, raised
-from .keras3 import BATCH, LOSS, compiled, data, fit, normals, small_model
+from .keras3 import BATCH, LOSS, compiled, data, fit, normals, small_model, two_layers
 
 Arrays = list[np.ndarray]
 Adam = partial(keras.optimizers.Adam, 0.01)
@@ -86,13 +86,16 @@ def a_frozen_model_is_tuned_with_a_new_optimizer(seam: Seam) -> Arrays:
 class Gan(keras.Model):
     """Two networks that train each other, each with an optimizer."""
 
-    def __init__(self, seam: Seam, make_optimizer: Callable[[], Any]) -> None:
+    def __init__(self, seam: Seam, make_optimizer: Callable[[], Any], *, builds: bool = False) -> None:
         super().__init__()
         keras.utils.set_random_seed(2)
         relu, loss = partial(keras.layers.Dense, activation="relu"), keras.losses.BinaryCrossentropy(from_logits=True)
         self.generator = keras.Sequential([keras.Input((8,)), relu(48), keras.layers.Dense(16)])
         self.discriminator = keras.Sequential([keras.Input((16,)), relu(48), keras.layers.Dense(1)])
         self.first, self.second = (seam.optimizer(make_optimizer()) for _ in range(2))
+        if builds:
+            self.first.build(self.generator.trainable_variables)
+            self.second.build(self.discriminator.trainable_variables)
         self.loss_of = lambda real, x: loss(tf.fill((BATCH, 1), real), self.discriminator(x))
         self.compile(jit_compile=False)
 
@@ -111,8 +114,8 @@ class Gan(keras.Model):
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
 
-def two_networks_train_each_other(make_optimizer: Callable[[], Any], seam: Seam) -> Arrays:
-    gan = Gan(seam, make_optimizer)
+def two_networks_train_each_other(make_optimizer: Callable[[], Any], seam: Seam, *, builds: bool = False) -> Arrays:
+    gan = Gan(seam, make_optimizer, builds=builds)
     noise = np.concatenate([normals((BATCH, 8), step=step, rank=hvd.rank(), salt=3) for step in range(STEPS)])
     gan.fit(data(range(STEPS))[0], noise, batch_size=BATCH, shuffle=False, verbose=0)
     return kept(gan.generator, gan.first) + kept(gan.discriminator, gan.second)
@@ -352,27 +355,31 @@ WITH_ADAM: dict[str, dict[str, Any]] = {
     "gradient_accumulation": {"gradient_accumulation_steps": 3},
     "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.8)},
 }
+_fitted_soon = partial(fitted, make_model=two_layers, builds=True)
 STOCK: dict[str, Program] = {
-    **{f"fit {name}": partial(fitted, one) for name, one in _optimizers().items()},
-    **{f"fit {name}": partial(fitted, partial(keras.optimizers.Adam, **given)) for name, given in WITH_ADAM.items()},
+    **{f"fit {name}": partial(_fitted_soon, one) for name, one in _optimizers().items()},
+    **{
+        f"fit {name}": partial(_fitted_soon, partial(keras.optimizers.Adam, **given))
+        for name, given in WITH_ADAM.items()
+    },
 }
-"""Programs that differ from "fit" by their optimizer alone."""
+"""Programs that differ from "fit" by their optimizer alone, which has its variables before the first step: "fit" does not."""
 PROGRAMS: dict[str, Program] = {
     "fit": partial(fitted, partial(Momentum, nesterov=True)),
     **STOCK,
     "fit MultiOptimizer": partial(fitted, two_optimizers),
     "fit eagerly": partial(fitted, Adam, run_eagerly=True),
-    "fit several steps": partial(fitted, Momentum, steps_per_execution=3),
-    "fit without XLA": partial(fitted, Momentum, jit_compile=False),
-    "fit several passes": partial(fitted, Adam, wrapping={"backward_passes_per_step": 2}),
+    "fit several steps": partial(fitted, Momentum, steps_per_execution=3, builds=True),
+    "fit without XLA": partial(fitted, Momentum, jit_compile=False, builds=True),
+    "fit several passes": partial(fitted, Adam, wrapping={"backward_passes_per_step": 2}, builds=True),
     "fit mean of several passes": partial(
-        fitted, Momentum, wrapping={"backward_passes_per_step": 3, "average_aggregated_gradients": True}
+        fitted, Momentum, wrapping={"backward_passes_per_step": 3, "average_aggregated_gradients": True}, builds=True
     ),
     "fit frozen and thawed": partial(layers_are_frozen_and_thawed, eager=False),
     "fit frozen and thawed, eagerly": partial(layers_are_frozen_and_thawed, eager=True),
     "fit in stages": a_frozen_model_is_tuned_with_a_new_optimizer,
     "fit half precision": half_precision,
-    "GAN Adam": partial(two_networks_train_each_other, Adam),
+    "GAN Adam": partial(two_networks_train_each_other, Adam, builds=True),
     "GAN momentum": partial(two_networks_train_each_other, Momentum),
     **{
         f"loop {who} {how}": partial(loop, tape_reduces=who == "tape", graph=how == "graph", make_optimizer=make)

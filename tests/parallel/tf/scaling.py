@@ -36,25 +36,26 @@ def _plain(optimizer: Any, compression: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer, compression=compression)
 
 
-_CASES: dict[str, tuple[MakeCompression, Wrap, bool]] = {
-    "SIDCo-around": (lambda: SIDCo(0.02, warmup=None), _around, False),
-    "momentum-around": (lambda: TopK(0.02, momentum=0.9, warmup=None), _around, False),
-    "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside, False),
-    "none-around": (lambda: hvd.Compression.none, _around, False),
-    "clipped-inside": (lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None), _inside, False),
-    "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around, False),
-    "eager": (lambda: TopK(0.02, warmup=None), _around, True),
+_CASES: dict[str, tuple[MakeCompression, Wrap, bool, bool]] = {
+    "SIDCo-around": (lambda: SIDCo(0.02, warmup=None), _around, False, False),
+    "momentum-around": (lambda: TopK(0.02, momentum=0.9, warmup=None), _around, False, True),
+    "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside, False, False),
+    "none-around": (lambda: hvd.Compression.none, _around, False, True),
+    "clipped-inside": (lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None), _inside, False, True),
+    "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around, False, True),
+    "eager": (lambda: TopK(0.02, warmup=None), _around, True, False),
 }
+"""Compressor, where the scaler is, whether eagerly, and whether the scaler has its variables before the first step."""
 
 
 @scenario(TF_2, TF_GLOO_2, cases=_CASES)
-def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: bool) -> None:
+def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: bool, builds: bool) -> None:
     """Training with a scale, and with steps that overflow on one rank, is training without, to rounding."""
     compressions, models = [make(), make()], []
     for one, compression in zip((wrap, _plain), compressions, strict=True):
         # Random choices depend on the names of variables, which are the same in both models then.
         keras.utils.clear_session()
-        models.append(compiled(one(keras.optimizers.SGD(0.05), compression), run_eagerly=eager))
+        models.append(compiled(one(keras.optimizers.SGD(0.05), compression), run_eagerly=eager, builds=builds))
     if compressions[0] is not hvd.Compression.none:
         compressions[0].scale_with(models[0].optimizer)
     for step in range(8):
