@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
@@ -21,6 +20,12 @@ from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tr
 
 _SPARE = 16
 """Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
+_MOST_CANDIDATES = 5
+"""The most candidates for the k largest, as a multiple of k: so few are cheaper to sort than the whole array."""
+_LEAST_CANDIDATES = 1.75
+"""If a quarter of the array is less than this multiple of k, a sample often finds too many, and is in vain."""
+_LEAST_SAMPLED = 100
+"""How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
 
 
 class KernelOps(HostOps):
@@ -89,7 +94,7 @@ class KernelOps(HostOps):
     def select_largest(self, x: Array, count: int) -> Selection:
         if self._wide(x) is None:
             return super().select_largest(x, count)
-        few = largest_candidates(self, x, count)
+        few = self._candidates(x, count)
         among = x if few is None else x[few]
         smallest, host = self.kth_largest(among, count), np.asarray(among)
         below = np.nextafter(host.dtype.type(smallest), host.dtype.type(0.0))
@@ -103,6 +108,20 @@ class KernelOps(HostOps):
             equal = np.flatnonzero(np.abs(host[every]) == smallest)
             indices = self.array(np.delete(every, equal[count - found :]))
         return Selection(indices if few is None else few[indices], count, smallest)
+
+    def _candidates(self, x: Array, k: int) -> Array | None:
+        """Return indices of a few entries that include the k largest, found by a sample; None if it finds no such few."""
+        most, stride = min(_MOST_CANDIDATES * k, len(x) // 4), k // _LEAST_SAMPLED
+        if most < _LEAST_CANDIDATES * k or stride <= 1:
+            return None
+        sample = x[:: stride | 1]
+        for wanted in (1.5, 3.0):
+            threshold = self.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))
+            if threshold > 0.0:
+                selection = self.select_above(x, threshold, most)
+                if k <= selection.found <= most:
+                    return selection.indices
+        return None
 
     def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
         at = self._wide(x)
