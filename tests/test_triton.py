@@ -437,7 +437,7 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     for on_device in (False, True):
         monkeypatch.setattr(device, "has_kernels", lambda where, there=on_device: there)
         parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
-        TorchOps().assembler(gathered, used, 3.0)(parts)
+        TorchOps().assemble(parts, gathered, used, 3.0)
         written.append([target for _, target in parts])
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
     assert all(one.any() for one in written[0])
