@@ -219,7 +219,7 @@ def check_choice(worker: Worker, request: Any, x: np.ndarray, message: np.ndarra
     restored[indices] += values
     np.testing.assert_array_equal(restored, x)
     # An estimate that is far off is replaced by the k largest.
-    trusted = not isinstance(compressor, SIDCo) or compressor.trusts(told["found"], k)
+    trusted = not isinstance(compressor, SIDCo) or request.trust[0] <= told["found"] <= request.trust[1]
     exact = oracle.select_largest(x, worker.capacity if trusted and told["found"] > worker.capacity else k)
     chosen = exact if told["exact"] else oracle.select_above(x, told["limit"], worker.capacity)
     np.testing.assert_array_equal(indices, chosen.indices)

@@ -62,7 +62,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
 
 def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str | None:
     for sender, of_one in enumerate(indices):
-        if _rows(of_one, numel) in (None, wire.NOT_FINITE) and (finite or of_one[0] != wire.NOT_FINITE):
+        if _rows(of_one, numel) < 0 and (finite or of_one[0] != wire.NOT_FINITE):
             which = "a worker" if finite else f"worker {sender}"
             return f"the message of {which} for bucket 'p2' is damaged: its indices do not ascend within the bucket"
     return None if not finite and any(of_one[0] == wire.NOT_FINITE for of_one in indices) else ""
@@ -121,7 +121,7 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
             np.testing.assert_array_equal(receiver.unpacked(every), unpacked)
         every = unpacked
     verdicts = [_rows(indices, recorded.numel) for indices in (every[:, :, 0] if pairs else every).tolist()]
-    used = [max(rows or 0, 0) for rows in verdicts]
+    used = [max(rows, 0) for rows in verdicts]
     anything = [random.randint(0, every.shape[1]) for _ in verdicts]
     first_made: np.ndarray | None = None
     for receiver in receivers:
@@ -132,19 +132,20 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
             made: Any = receiver.assemble(every, used)
         else:
             # One message that is refused is enough.
-            assert (receiver.union(every) is None) == any(rows is None or rows < 0 for rows in verdicts)
+            assert (receiver.union(every) is None) == (min(verdicts) < 0)
             made = receiver.union(every[np.array(used) > 0])
             assert made is not None
         first_made = made if first_made is None else first_made
         assert _same(made, first_made), (made, first_made)
-    return Counter("refused" if rows is None else "not finite" if rows < 0 else "decoded" for rows in verdicts)
+    what = {wire.DAMAGED: "refused", wire.NOT_FINITE: "not finite"}
+    return Counter(what.get(rows, "decoded") for rows in verdicts)
 
 
 def _as_pairs(gathered: np.ndarray, world: int, recorded: Recorded) -> np.ndarray:
     """Return the messages of pairs that gathered messages stand for."""
-    if not isinstance(recorded.exchange, Pairs):
+    if recorded.exchange != Pairs("packed"):
         return gathered
-    pairs: np.ndarray = recorded.exchange.unpacked(ORACLE.ops, gathered, world, recorded.numel)
+    pairs: np.ndarray = ORACLE.ops.unquantize(gathered, world, recorded.numel)
     return pairs
 
 
@@ -155,13 +156,13 @@ def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Rand
     return change_indices
 
 
-def _rows(indices: list[int], numel: int) -> int | None:
+def _rows(indices: list[int], numel: int) -> int:
     """Return `Ops.rows_in_use` of one message, by the specification."""
     if indices[0] == wire.NOT_FINITE:
         return wire.NOT_FINITE
     rows = [index for index in indices if index != wire.PADDING]
     right = rows == sorted(set(rows)) and all(0 <= index < numel for index in rows) and indices[: len(rows)] == rows
-    return len(rows) if right else None
+    return len(rows) if right else wire.DAMAGED
 
 
 def _same(one: np.ndarray, other: Any) -> bool:

@@ -128,7 +128,7 @@ class Receiver:
         assert 0 <= sending.outcome.sent <= bucket.numel
         return written[0] if written else None
 
-    def rows_in_use(self, messages: np.ndarray) -> list[int | None]:
+    def rows_in_use(self, messages: np.ndarray) -> list[int]:
         """Return what the backend says of the indices of many messages, which may be pairs."""
         flat = self.backend.array(
             messages.reshape(-1, messages.shape[-1]) if messages.ndim == 3 else messages.reshape(-1)
@@ -138,9 +138,8 @@ class Receiver:
 
     def unpacked(self, messages: np.ndarray) -> np.ndarray:
         """Return the messages of pairs that many shorter ones stand for."""
-        gathered, exchange = self.backend.array(messages.reshape(-1)), self.recorded.exchange
-        assert isinstance(exchange, Pairs)
-        pairs = exchange.unpacked(self.backend.ops, gathered, len(messages), self.recorded.numel)
+        gathered = self.backend.array(messages.reshape(-1))
+        pairs = self.backend.ops.unquantize(gathered, len(messages), self.recorded.numel)
         return self.backend.numpy(pairs).reshape(len(messages), -1, 2)
 
     def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:
@@ -150,7 +149,7 @@ class Receiver:
         """
         gathered = self.backend.array(messages.reshape(-1, 2))
         try:
-            self.backend.ops.assembler(gathered, used, float(WORLD))(self._parts)
+            self.backend.ops.assemble(self._parts, gathered, used, float(WORLD))
         except IndexError:
             assert self._host.tobytes() == self._untouched, "something was written before the error"
         return self._written()

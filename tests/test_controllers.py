@@ -73,3 +73,10 @@ def test_stages_stay_in_range_and_resume_identically(rule: Rule, counts: list[in
     for count in counts[half:]:
         controller, resumed = (one.after(count, 1000, 0.501**most) for one in (controller, resumed))
         assert resumed == controller
+
+
+def test_a_fixed_number_stays_whatever_the_counts_and_the_loaded_state() -> None:
+    scripted = Scripted("fixed", 3)
+    assert scripted.windows(2.0, 0.1) == [3, 3]
+    assert scripted.controller == StageController("fixed", 3)
+    assert scripted.controller.loaded(StageController("robust", 5).state_dict()).stages == 3

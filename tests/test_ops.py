@@ -163,11 +163,11 @@ def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type[np.f
         whole = np.zeros(numel, dtype)
         for indices, values in entries:
             whole[indices] += values / np.float32(divisor)
-        assemble = backend.ops.assembler(messages, used, divisor)
         for skipped in range(3):
             memory = np.full(numel + 3, np.nan, dtype)
             of_all = backend.ops.copy(backend.array(memory))
-            assemble([(begin, of_all[skipped + begin : skipped + end]) for begin, end in itertools.pairwise(bounds)])
+            places = [(begin, of_all[skipped + begin : skipped + end]) for begin, end in itertools.pairwise(bounds)]
+            backend.ops.assemble(places, messages, used, divisor)
             memory[skipped : skipped + numel] = whole
             np.testing.assert_array_equal(backend.numpy(of_all), memory, strict=True)
 

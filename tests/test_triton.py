@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -23,12 +24,11 @@ from table import gradients
 
 from horovod_sparse.compressors import GaussianK, Threshold, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.compressors.sidco import SIDCo, next_aim
+from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
-from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import threshold
@@ -277,7 +277,7 @@ def check_choice(worker: Worker, step: Step) -> None:
             chosen = ORACLE.select_largest(x, k)
             if usable:
                 fit = worker.compressor._tail_fit(tail, aim / tail.count)
-                threshold = below_largest(sums.largest, request.cut + fit)
+                threshold = fits.below_largest(sums.largest, request.cut + fit)
                 # Sums in another order move the threshold by its last digits, beyond entries that are next to it.
                 near = [ORACLE.select_above(x, threshold * (1 + by), capacity) for by in (-1e-12, 0.0, 1e-12)]
                 fitted = min(near, key=lambda one: abs(one.found - numbers["found"]))
@@ -402,7 +402,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
     worker.step(gradients("laplace", 300, rng))
     assert 0.0 < worker.state.cut < math.inf, "the first search tells where to cut"
     for _ in range(4):
-        aim, stages = worker.state.aim, worker.compressor.stages_of(worker.state)
+        before, stages = copy.copy(worker.state), worker.state.controller.stages
         step = worker.step(gradients("laplace", 300, rng))
         assert step.numbers["estimated"]
         sums, tail = ORACLE.measure(step.before), ORACLE.measure(step.before, step.request.cut)
@@ -410,7 +410,8 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         _, cut = worker.compressor.last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages)
         if step.request.trust[0] <= found <= step.request.trust[1]:
             assert worker.state.cut == pytest.approx(cut, rel=1e-9)
-            assert worker.state.aim == next_aim(aim, found, worker.k)
+            worker.compressor.learn(before, worker.k, asked, int(found))
+            assert worker.state.aim == before.aim
         assert worker.state.stages == stages
 
 
@@ -438,7 +439,7 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     for on_device in (False, True):
         monkeypatch.setattr(device, "has_kernels", lambda where, there=on_device: there)
         parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
-        TorchOps().assembler(gathered, used, 3.0)(parts)
+        TorchOps().assemble(parts, gathered, used, 3.0)
         written.append([target for _, target in parts])
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
     assert all(one.any() for one in written[0])

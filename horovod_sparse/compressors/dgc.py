@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
-from horovod_sparse.estimation.search import below_largest
+from horovod_sparse.estimation import fits
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _TOO_FEW, _TOO_MANY = 0.8, 1.3
@@ -52,7 +52,7 @@ class DGC(Compressor):
             threshold *= _TOO_FEW
             selection = ops.select_above(x, threshold, capacity)
         if selection.found == 0:
-            threshold = below_largest(ops.measure(x).largest, threshold)
+            threshold = fits.below_largest(ops.measure(x).largest, threshold)
             selection = ops.select_above(x, threshold, capacity)
         state.threshold = threshold
         if selection.found <= _TOO_MANY * k:

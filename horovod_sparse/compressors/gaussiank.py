@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.estimation import fits
-from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Sums
 
 CORRECTIONS = 2
@@ -69,14 +68,14 @@ class GaussianK(Compressor):
             return ops.select_above(x, 0.0, capacity)
         fitted = fit(sums, k, len(x))
         if self.refine == "paper":
-            state.threshold = below_largest(sums.largest, self._corrected(ops, x, k, fitted))
+            state.threshold = fits.below_largest(sums.largest, self._corrected(ops, x, k, fitted))
             state.expect(state.threshold, k)
             return ops.select_above(x, state.threshold, capacity)
-        state.threshold = below_largest(sums.largest, fitted * state.factor)
+        state.threshold = fits.below_largest(sums.largest, fitted * state.factor)
         selection = ops.select_above(x, state.threshold, capacity)
         if abs(selection.found - k) > TOLERANCE * k:
             selection = ops.select_largest(x, k)
-            state.threshold = below_largest(selection.smallest, math.inf)
+            state.threshold = fits.below_largest(selection.smallest, math.inf)
             state.factor = (state.threshold / fitted if fitted > 0.0 else 0.0) or 1.0
         # A count within the tolerance is accepted, but the next threshold is a little nearer to k.
         state.factor *= (selection.found / k) ** RECENTRE

@@ -11,7 +11,6 @@ from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compre
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
-from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Ops, Selection, Sums
 
@@ -104,8 +103,8 @@ class SIDCo(Compressor):
     def new_state(self, place: Place = ALONE) -> SIDCoState:
         most = most_stages(self.ratio_at(self.first_sparse_step(place.world)))
         start = 1 if self.adapt == "paper" else _FIRST_STAGES
-        first = min(start, most) if self.stages == "auto" else self.stages
-        return SIDCoState(place, controller=StageController(self.adapt, first))
+        auto = StageController(self.adapt, min(start, most))
+        return SIDCoState(place, controller=auto if self.stages == "auto" else StageController("fixed", self.stages))
 
     def hints(self, state: BucketState, room: int) -> Hints:
         # With a cut, only the entries above it are fitted.
@@ -113,14 +112,14 @@ class SIDCo(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
-        state.stages = stages = self.stages_of(state)
+        state.stages = stages = state.controller.stages
         has_cut = self.adapt == "robust" and stages > 1 and state.cut < math.inf
         sums = ops.extent(x) if has_cut else ops.measure(x)
         if sums.count <= k:
             # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        aim = self.aim_of(state, k, sums.count)
+        aim = min(max(1, round(state.aim * k)), sums.count - 1)
         tail = ops.measure(x, state.cut) if has_cut else None
         narrowed = ops
         if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
@@ -132,28 +131,16 @@ class SIDCo(Compressor):
             aimed = tail_aim(sums.count, aim, stages)
             left = aimed if tail is None else min(max(tail.count, aimed), _MOST_LEFT * aimed)
             state.room = round(_SPARE * left)
-        state.threshold = below_largest(sums.largest, threshold)
+        state.threshold = fits.below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
         self.learn(state, k, aim, selection.found)
-        if self.adapt != "paper" and not self.trusts(selection.found, k):
+        if self.adapt == "robust" and not k / TRUSTED <= selection.found <= k * TRUSTED:
             selection, following = ops.select_largest(x, k), math.inf
-            state.threshold = below_largest(selection.smallest, math.inf)
+            state.threshold = fits.below_largest(selection.smallest, math.inf)
         state.cut = following
         return selection
 
     # --- what the host and a device have in common ---
-
-    def stages_of(self, state: SIDCoState) -> int:
-        """Return M of this step."""
-        return state.controller.stages if self.stages == "auto" else self.stages
-
-    def aim_of(self, state: SIDCoState, k: int, count: int) -> int:
-        """Return how many of `count` entries that are not zero the estimate aims at."""
-        return min(max(1, round(state.aim * k)), count - 1)
-
-    def trusts(self, found: float, k: int) -> bool:
-        """Return whether an estimate that selects `found` entries is used."""
-        return k / TRUSTED <= found <= k * TRUSTED
 
     def last_stage(
         self, cut: float, tail: Sums, count: float, largest: float, aim: float, stages: int
@@ -167,10 +154,11 @@ class SIDCo(Compressor):
 
     def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
         """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
-        if self.stages == "auto":
-            state.controller = state.controller.after(found, aim, self.ratio_at(state.step))
+        state.controller = state.controller.after(found, aim, self.ratio_at(state.step))
         if self.adapt == "robust":
-            state.aim = next_aim(state.aim, found, k)
+            quotient = min(max(k / max(found, 1), 1.0 / TRUSTED), TRUSTED)
+            power = _AIM_GAIN if 1.0 / _FAR <= quotient <= _FAR else _FAR_GAIN
+            state.aim = min(max(state.aim * quotient**power, 1.0 / _MOST_AIM), _MOST_AIM)
 
     def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
         """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and operations.
@@ -219,10 +207,3 @@ def tail_aim(count: float, k: float, stages: int) -> float:
     """Return how many of `count` entries stage M-1 aims at."""
     aim: float = count * FIRST_RATIO * (k / count / FIRST_RATIO) ** ((stages - 2) / (stages - 1))
     return aim
-
-
-def next_aim(aim: float, found: float, k: int) -> float:
-    """Return the next aim, as a multiple of k, after an estimate that `found` entries exceeded instead of k."""
-    quotient = min(max(k / max(found, 1), 1.0 / TRUSTED), TRUSTED)
-    aim *= quotient ** (_AIM_GAIN if 1.0 / _FAR <= quotient <= _FAR else _FAR_GAIN)
-    return min(max(aim, 1.0 / _MOST_AIM), _MOST_AIM)

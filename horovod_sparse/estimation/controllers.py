@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["paper", "robust"]
+Rule = Literal["paper", "robust", "fixed"]
 
 PERIOD = 5
 """Q: steps over which the achieved count is averaged before the number of stages may change."""
@@ -33,7 +33,8 @@ class StageController(NamedTuple):
     M may change every `PERIOD` steps; q is the mean of achieved/asked count over them. With `rule="paper"`, M decreases when
     `q > 1 + TOLERANCE` and increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
     each M that was tried. It tries the same direction first, then the other, and moves only to a neighbour that is untried,
-    stale or was better. The paper's direction is wrong for heavy tails, where it pins M to 1.
+    stale or was better. The paper's direction is wrong for heavy tails, where it pins M to 1. With `rule="fixed"`, M stays as
+    it is, whatever state is loaded.
     """
 
     rule: Rule
@@ -45,6 +46,8 @@ class StageController(NamedTuple):
 
     def after(self, achieved: int, asked: int, ratio: float) -> StageController:
         """Return the controller after a step with these counts and this ratio."""
+        if self.rule == "fixed":
+            return self
         rule, stages, window, seen, known = self
         window = (*window, achieved / asked)
         if len(window) < PERIOD:
@@ -91,7 +94,7 @@ class StageController(NamedTuple):
                 f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
                 f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
             )
-        return StageController(self.rule, stages, window, seen, errors)
+        return StageController(self.rule, self.stages if self.rule == "fixed" else stages, window, seen, errors)
 
 
 Scaling = Literal["two_sided", "paper"]

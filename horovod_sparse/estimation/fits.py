@@ -14,10 +14,15 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
+import numpy as np
+
 # If variance / mean^2 is below this, all magnitudes are equal as far as float32 data can tell, and no shape can be fitted.
 _CONSTANT = 1e-12
 _NEARLY_NORMAL = 1e4
 """From this shape on, the error of a formula in closed form is below a millionth."""
+_NEAR = 1e-6
+"""Above `_TINY`, neighbouring float32 differ by less than this fraction."""
+_TINY = 1e-30
 LEAST_SQUARE = 1e-290
 """Smaller squares lose digits in float64. Its smallest number with all digits is 2e-308."""
 
@@ -100,3 +105,14 @@ def inverse_gamma_tail(shape: float, ratio: float) -> float:
         step = (math.log(tail) + level) * tail / density
         u += step
     return math.exp(u)
+
+
+def below_largest(largest: float, threshold: float) -> float:
+    """Return `threshold`, lowered if necessary so that at least the largest entry exceeds it, unless all entries are zero."""
+    if threshold < (1.0 - _NEAR) * largest and largest > _TINY:
+        return threshold
+    # The step down is in the precision of the comparison, which is that of the entries: float32 if it holds `largest`.
+    with np.errstate(over="ignore"):
+        single = np.float32(largest)
+    below = np.nextafter(single, np.float32(0.0)) if float(single) == largest else math.nextafter(largest, 0.0)
+    return min(threshold, float(below))

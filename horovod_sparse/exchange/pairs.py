@@ -9,7 +9,6 @@ from typing import Literal, get_args
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Sender
 from horovod_sparse.exchange.received import check_result, rows_of
-from horovod_sparse.ops.protocol import Array, Ops
 
 Values = Literal["float32", "packed"]
 
@@ -31,30 +30,21 @@ class Pairs(Exchange):
             raise ValueError(f"values must be 'float32' or 'packed', got {self.values!r}")
 
     @property
-    def _packs(self) -> bool:
-        return self.values == "packed"
-
-    @property
     def title(self) -> str:
-        return "packed pairs" if self._packs else "pairs"
+        return "packed pairs" if self.values == "packed" else "pairs"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
-        return [Round("allgather", wire.packed_length(numel, capacity) if self._packs else 2 * capacity)]
-
-    def packed(self, ops: Ops, x: Array, pairs: Array) -> Array:
-        """Return what is sent of a message of pairs whose entries were taken out of `x` (`Ops.quantize`)."""
-        return ops.quantize(x, pairs) if self._packs else pairs
-
-    def unpacked(self, ops: Ops, gathered: Array, world: int, numel: int) -> Array:
-        """Return the messages of pairs that so many messages stand for, for entries of an array of `numel`."""
-        return ops.unquantize(gathered, world, numel) if self._packs else gathered
+        return [Round("allgather", wire.packed_length(numel, capacity) if self.values == "packed" else 2 * capacity)]
 
     def collectives(self, bucket: Sender) -> Exchanging:
-        message = self.packed(bucket.ops, bucket.buffer, bucket.message())
+        message = bucket.message()
+        if self.values == "packed":
+            message = bucket.ops.quantize(bucket.buffer, message)
         gathered = yield Collective("allgather", message)
         # A device may have made the message while the host went on.
         bucket.finish()
         check_result(bucket, gathered, (bucket.world * message.shape[0], *message.shape[1:]), message.dtype)
-        gathered = self.unpacked(bucket.ops, gathered, bucket.world, bucket.numel)
+        if self.values == "packed":
+            gathered = bucket.ops.unquantize(gathered, bucket.world, bucket.numel)
         used = rows_of(bucket, gathered, bucket.world)
         return None if used is None else Messages(gathered, used)

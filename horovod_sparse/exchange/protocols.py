@@ -12,16 +12,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_sparse.exchange import cost
+from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
 Kind = Literal["allgather", "allreduce"]
 Choice = Literal["own", "largest", "alike", "all"]
 """What a worker chooses: entries of its own; the largest; those that all choose; all entries."""
+
+
+def bytes_sent(kind: Kind, nbytes: float, world: int) -> float:
+    """Return the bytes that each of `world` workers sends in a ring collective; `nbytes` is the size of its own message."""
+    return (world - 1) * nbytes if kind == "allgather" else allreduce_bytes(nbytes, world)
 
 
 class Collective(NamedTuple):
@@ -34,7 +40,7 @@ class Collective(NamedTuple):
 
     def bytes_sent(self, world: int) -> float:
         """Return the bytes that this rank sends."""
-        return cost.BYTES[self.kind](self.message.nbytes, world)
+        return bytes_sent(self.kind, self.message.nbytes, world)
 
 
 class Round(NamedTuple):
@@ -48,7 +54,7 @@ class Round(NamedTuple):
 
     def bytes_sent(self, world: int) -> float:
         """Return the bytes that each of `world` workers sends."""
-        return cost.BYTES[self.kind](np.dtype(self.dtype or "float32").itemsize * self.length, world)
+        return bytes_sent(self.kind, np.dtype(self.dtype or "float32").itemsize * self.length, world)
 
     def messages(self, world: int) -> int:
         """Return the number of messages that each of `world` workers sends one after the other."""
@@ -172,36 +178,37 @@ class Exchange(ABC):
         """Exchange a bucket in a step."""
 
 
+@dataclass(frozen=True)
 class Reduced:
     """What all ranks sent of a bucket. `write` divides it by `divisor`, and parts by `rates`, by offset; 0 writes zero."""
 
-    def __init__(self, ops: Ops, sent: Sent, divisor: float, rates: Mapping[int, float]) -> None:
-        self._ops = ops
-        self._divisor, self._rates = divisor, rates
-        if isinstance(sent, Entries) and sent.indices is not None:
-            count = len(sent.values)
-            # The message has at least one row, as all others do.
-            sent = Messages(ops.pack(*sent, max(count, 1)), [count])
-        self.sent = sent
-        """What is added up, as `Messages` if not all entries were sent."""
+    ops: Ops
+    sent: Sent
+    divisor: float
+    rates: Mapping[int, float]
 
     def divisor_at(self, first: int) -> float:
         """Return the number by which the part that begins at an index is divided."""
-        return self._divisor * (self._rates.get(first, 1.0) or math.inf)
+        return self.divisor * (self.rates.get(first, 1.0) or math.inf)
 
     def write(self, parts: Sequence[Part]) -> None:
         """Write the sum, in rank order, to the parameters' parts (flat arrays); NaN if a rank's gradient was not finite."""
-        together: dict[float, list[Part]] = {} if self._rates else {self._divisor: [*parts]}
-        for part in parts if self._rates else ():
+        sent = self.sent
+        if isinstance(sent, Entries) and sent.indices is not None:
+            count = len(sent.values)
+            # The message has at least one row, as all others do.
+            sent = Messages(self.ops.pack(*sent, max(count, 1)), [count])
+        together: dict[float, list[Part]] = {} if self.rates else {self.divisor: [*parts]}
+        for part in parts if self.rates else ():
             together.setdefault(self.divisor_at(part[0]), []).append(part)
         for divisor, some in together.items():
-            if isinstance(self.sent, Messages):
-                self._ops.assembler(*self.sent, divisor)(some)
-            elif self.sent is None:
+            if isinstance(sent, Messages):
+                self.ops.assemble(some, *sent, divisor)
+            elif sent is None:
                 for _, target in some:
                     target[:] = math.nan
             else:
-                self._ops.copy_parts(self.sent.values, some)
+                self.ops.copy_parts(sent.values, some)
                 if divisor != 1.0:
                     for _, target in some:
                         target /= divisor

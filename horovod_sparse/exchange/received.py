@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender
 from horovod_sparse.ops.protocol import Array
@@ -13,9 +11,9 @@ OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after 
 
 def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    rows: list[Any] = bucket.ops.rows_in_use(messages, world, bucket.numel)
-    if None in rows:
-        raise damaged(bucket, f"message of worker {rows.index(None)}", OUT_OF_ORDER)
+    rows = bucket.ops.rows_in_use(messages, world, bucket.numel)
+    if wire.DAMAGED in rows:
+        raise damaged(bucket, f"message of worker {rows.index(wire.DAMAGED)}", OUT_OF_ORDER)
     return None if wire.NOT_FINITE in rows else rows
 
 

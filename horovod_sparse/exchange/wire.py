@@ -7,6 +7,8 @@ import struct
 from horovod_sparse.ops.protocol import Array
 
 PADDING = -1
+DAMAGED = -1
+"""What `Ops.rows_in_use` says of a message that is not as it must be."""
 NOT_FINITE = -2
 BAD_COUNTS = -3
 """What `Ops.unquantize` puts in place of the first index if the counts of message 4 are wrong."""

@@ -6,21 +6,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
-from horovod_sparse.kernels import ffi, lib, memory, pool
-from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
+from horovod_sparse.kernels import ffi, lib, pool
+from horovod_sparse.kernels.memory import FLOAT16, FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
 from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tracked
 
 _SPARE = 16
 """Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
+_MOST_CANDIDATES = 5
+"""The most candidates for the k largest, as a multiple of k: so few are cheaper to sort than the whole array."""
+_LEAST_CANDIDATES = 1.75
+"""If a quarter of the array is less than this multiple of k, a sample often finds too many, and is in vain."""
+_LEAST_SAMPLED = 100
+"""How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
 
 
 class KernelOps(HostOps):
@@ -30,10 +35,20 @@ class KernelOps(HostOps):
     devices, arrays of other types, and the operations that are not here.
     """
 
-    def _wide(self, x: Array) -> Memory | None:
-        """Return the memory of a residual; None if it is left to the framework's operations."""
+    def _wide(self, x: Array, *, written: bool = False) -> Memory | None:
+        """Return the memory of a residual; None if it is left to the framework's operations.
+
+        Raise ValueError if it is to be `written` to, and is read-only or a copy.
+        """
         at = self.memory(x)
-        return at if at is not None and at.type <= FLOAT64 else None
+        if at is None or at.type > FLOAT64:
+            return None
+        if written and not at.writable:
+            raise ValueError(
+                f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {at.numel} "
+                "elements that is not"
+            )
+        return at
 
     # --- gradients in ---
 
@@ -44,11 +59,37 @@ class KernelOps(HostOps):
     def accumulate(
         self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
     ) -> list[int]:
-        at = self._wide(buffer)
-        taken = at and memory.take_in(self, at.write(), gradients, moving, rate)
-        if taken is None:
+        at = self._wide(buffer, written=True)
+        parts = None if at is None else self.add(at, gradients, moving, rate)
+        if parts is None:
             return super().accumulate(buffer, gradients, moving, rate)
-        return [part.not_finite for part in taken]
+        return [part.not_finite for part in parts]
+
+    def add(
+        self, residual: Memory, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None
+    ) -> Any | None:
+        given, owners = [], []
+        for first, gradient in gradients:
+            at = self.memory(gradient)
+            if at is None or at.type > FLOAT16:
+                return None
+            given.append((ffi.cast("uintptr_t", at.pointer), at.type, first, at.numel))
+            # Contiguous copies live as long as their memory is used.
+            owners.append(at.owner)
+        velocity, factor, ahead = ffi.NULL, 0.0, None
+        if moving is not None:
+            at = self._wide(moving.velocity, written=True)
+            if at is None or (at.type, at.numel) != (residual.type, residual.numel):
+                like = f"{residual.numel} of {TYPES[residual.type]}"
+                raise ValueError(f"velocity must be like the residual, {like}, got {at}")
+            velocity, (factor, ahead) = at.pointer, moving.momentum
+        parts = ffi.new("hs_part[]", given)
+        arrays = residual.pointer, velocity, residual.type, residual.numel, parts, len(parts)
+        rates = factor, ahead or 0.0, ahead is not None, rate
+        if not lib.hs_accumulate(*arrays, *rates, self.threads(), notes or ffi.NULL):
+            places = [(part.first, part.n) for part in parts]
+            raise ValueError(f"gradients must be within the residual's {residual.numel} elements, got {places}")
+        return parts
 
     # --- what is in an array ---
 
@@ -57,8 +98,8 @@ class KernelOps(HostOps):
         if at is None:
             return super().measure(x, threshold, with_log=with_log)
         sums = ffi.new("hs_sums *")
-        lib.hs_measure(*at.read(), threshold, with_log, self.threads(), sums)
-        return memory.sums_of(sums, with_log)
+        lib.hs_measure(at.pointer, at.type, at.numel, threshold, with_log, self.threads(), sums)
+        return Sums(sums.count, sums.total, sums.squares, sums.largest, sums.logs if with_log else math.nan)
 
     def norm(self, x: Array) -> float:
         return super().norm(x) if self._wide(x) is None else math.sqrt(self.measure(x).squares)
@@ -77,7 +118,8 @@ class KernelOps(HostOps):
         room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
         while not complete[0]:
             above = np.empty(room, np.int32)
-            found = lib.hs_select_above(*at.read(), threshold, _written(above), room, threads, complete)
+            written = ffi.from_buffer("int32_t *", above)
+            found = lib.hs_select_above(at.pointer, at.type, at.numel, threshold, written, room, threads, complete)
             room, threads = found, 1
         above = above[:found]
         if found > capacity:
@@ -89,7 +131,7 @@ class KernelOps(HostOps):
     def select_largest(self, x: Array, count: int) -> Selection:
         if self._wide(x) is None:
             return super().select_largest(x, count)
-        few = largest_candidates(self, x, count)
+        few = self._candidates(x, count)
         among = x if few is None else x[few]
         smallest, host = self.kth_largest(among, count), np.asarray(among)
         below = np.nextafter(host.dtype.type(smallest), host.dtype.type(0.0))
@@ -104,14 +146,29 @@ class KernelOps(HostOps):
             indices = self.array(np.delete(every, equal[count - found :]))
         return Selection(indices if few is None else few[indices], count, smallest)
 
+    def _candidates(self, x: Array, k: int) -> Array | None:
+        """Return indices of a few entries that include the k largest, found by a sample; None if it finds no such few."""
+        most, stride = min(_MOST_CANDIDATES * k, len(x) // 4), k // _LEAST_SAMPLED
+        if most < _LEAST_CANDIDATES * k or stride <= 1:
+            return None
+        sample = x[:: stride | 1]
+        for wanted in (1.5, 3.0):
+            threshold = self.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))
+            if threshold > 0.0:
+                selection = self.select_above(x, threshold, most)
+                if k <= selection.found <= most:
+                    return selection.indices
+        return None
+
     def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
         at = self._wide(x)
         if at is None:
             return super().select_in_chunks(x, length, count)
         if not 1 <= count <= at.numel <= length * count:
             raise ValueError(f"count must be in [1, {at.numel}] with an entry for each chunk of {length}, got {count}")
-        indices = np.empty(count, np.int64)
-        found = lib.hs_select_in_chunks(*at.read(), length, count, self.threads(), _written(indices))
+        indices, x_is = np.empty(count, np.int64), (at.pointer, at.type, at.numel)
+        written = ffi.from_buffer("int64_t *", indices)
+        found = lib.hs_select_in_chunks(*x_is, length, count, self.threads(), written)
         return Selection(self.array(indices[:found]), found)
 
     # --- messages ---
@@ -120,39 +177,38 @@ class KernelOps(HostOps):
         at = self.memory(gathered)
         if at is None:
             return super().union(gathered, world, header, numel)
-        pointer, length = _messages(at, 1, world)
+        length = _rows(at, 1, world)
         merged = np.empty(world * (length - header), np.int64)
-        found = lib.hs_union(pointer, length, header, world, numel, _written(merged))
+        found = lib.hs_union(at.pointer, length, header, world, numel, ffi.from_buffer("int64_t *", merged))
         return None if found < 0 else self.array(merged[:found])
 
     def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
-        at = self._wide(x)
-        if at is None:
-            return super().take(x, indices, entries)
-        some = _of_type(INT64, "indices", self.memory(indices))
-        values = np.empty(some.numel, np.float32)
-        self._take(at, some, entries, _written(values), ffi.NULL, 0)
-        return self.array(values)
+        values = np.empty(len(indices), np.float32)
+        taken = self._take(x, indices, entries, ffi.from_buffer("float *", values), ffi.NULL, 0)
+        return self.array(values) if taken else super().take(x, indices, entries)
 
     def take_pairs(self, x: Array, indices: Array, capacity: int, entries: Array | None = None) -> Array:
-        at = self._wide(x)
-        if at is None:
-            return super().take_pairs(x, indices, capacity, entries)
-        some = _of_type(INT64, "indices", self.memory(indices))
-        if some.numel > capacity:
-            raise ValueError(f"there must be up to {capacity} indices, got {some.numel}")
+        if len(indices) > capacity:
+            raise ValueError(f"there must be up to {capacity} indices, got {len(indices)}")
         message = np.empty((capacity, 2), np.int32)
-        self._take(at, some, entries, ffi.NULL, _written(message), capacity)
-        return self.array(message)
+        taken = self._take(x, indices, entries, ffi.NULL, ffi.from_buffer("hs_pair *", message), capacity)
+        return self.array(message) if taken else super().take_pairs(x, indices, capacity, entries)
 
-    def _take(self, at: Memory, some: Memory, entries: Array | None, *where: Any) -> None:
-        before = ffi.NULL
+    def _take(self, x: Array, indices: Array, entries: Array | None, *where: Any) -> bool:
+        """Take the entries and write them where `hs_take` is told. Return False if that is left to the framework."""
+        at, some, before = self._wide(x, written=True), self.memory(indices), ffi.NULL
+        if at is None:
+            return False
+        if some is None or some.type != INT64:
+            raise ValueError(f"indices must be of int64, got {indices.dtype}")
         if entries is not None:
-            before, _, number = _of_type(at.type, "entries", self.memory(entries)).write()
-            if number != some.numel:
-                raise ValueError(f"entries must be {some.numel}, got {number}")
-        if not lib.hs_take(*at.write(), some.pointer(), some.numel, before, *where):
+            old = self._wide(entries, written=True)
+            if old is None or (old.type, old.numel) != (at.type, some.numel):
+                raise ValueError(f"entries must be {some.numel} of {TYPES[at.type]}, got {old}")
+            before = old.pointer
+        if not lib.hs_take(at.pointer, at.type, at.numel, some.pointer, some.numel, before, *where):
             raise IndexError(f"indices must be in [0, {at.numel})")
+        return True
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
         at = self.memory(values)
@@ -166,70 +222,57 @@ class KernelOps(HostOps):
         return message
 
     def quantize(self, x: Array, message: Array) -> Array:
-        at, pairs = self._wide(x), self.memory(message)
-        if at is None or pairs is None:
+        at, pairs = self._wide(x, written=True), self.memory(message)
+        if at is None or pairs is None or not pairs.writable:
             return super().quantize(x, message)
-        _, capacity = _messages(pairs, 2, 1)
+        capacity = _rows(pairs, 2, 1)
         packed = np.empty(packed_length(at.numel, capacity), np.int32)
-        lib.hs_quantize(*at.write(), pairs.write()[0], capacity, _written(packed), packed.size)
+        written = ffi.from_buffer("int32_t *", packed), packed.size
+        lib.hs_quantize(at.pointer, at.type, at.numel, pairs.pointer, capacity, *written)
         return self.array(packed)
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
         at = self.memory(gathered)
         if at is None:
             return super().unquantize(gathered, world, numel)
-        (pointer, length), chunks = _messages(at, 1, world), chunks_of(numel)
+        length, chunks = _rows(at, 1, world), chunks_of(numel)
         pairs = np.empty((world * packed_room(length, chunks), 2), np.int32)
-        lib.hs_unquantize(pointer, length, chunks, world, _written(pairs), len(pairs) // world)
+        written = ffi.from_buffer("hs_pair *", pairs), len(pairs) // world
+        lib.hs_unquantize(at.pointer, length, chunks, world, *written)
         return self.array(pairs)
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
         at = self.memory(messages)
         if at is None:
             return super().rows_in_use(messages, world, numel)
         # Pairs have two dimensions, and an index in every second place.
         stride, used = messages.ndim, ffi.new("int64_t[]", world)
-        pointer, capacity = _messages(at, stride, world)
-        lib.hs_rows_in_use(pointer, stride, capacity, world, numel, used)
-        return [None if rows == -1 else rows for rows in used]
+        lib.hs_rows_in_use(at.pointer, stride, _rows(at, stride, world), world, numel, used)
+        return cast("list[int]", ffi.unpack(used, world))
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+    def assemble(self, parts: Sequence[Part], messages: Array, used: list[int], divisor: float) -> None:
         at, world = self.memory(messages), len(used)
         if at is None:
-            return super().assembler(messages, used, divisor)
-        _, capacity = _messages(at, 2, world)
-        if not all(0 <= rows <= capacity for rows in used):
+            super().assemble(parts, messages, used, divisor)
+            return
+        capacity = _rows(at, 2, world)
+        if min(used) < 0 or max(used) > capacity:
             raise ValueError(f"used must be within [0, {capacity}], got {used}")
-
-        def assemble(targets: Sequence[Part]) -> None:
-            of_these = []
-            for first, part in targets:
-                place = self._wide(part)
-                if place is None:
-                    raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
-                _, number, numel = place.write()
-                of_these.append((place.address, number, first, numel))
-            parts = ffi.new("hs_part[]", of_these)
-            # The address is asked for here, so that the messages live as long as this function.
-            if not lib.hs_assemble(parts, len(parts), at.pointer(), capacity, world, used, divisor):
-                raise IndexError(f"indices must be ascending in each of {len(used)} messages")
-
-        return assemble
+        given = []
+        for first, part in parts:
+            place = self._wide(part, written=True)
+            if place is None:
+                raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
+            given.append((ffi.cast("uintptr_t", place.pointer), place.type, first, place.numel))
+        targets = ffi.new("hs_part[]", given)
+        if not lib.hs_assemble(targets, len(targets), at.pointer, capacity, world, used, divisor):
+            raise IndexError(f"indices must be ascending in each of {world} messages")
 
 
-def _of_type(number: int, name: str, at: Memory | None) -> Memory:
-    if at is None or at.type != number:
-        raise ValueError(f"{name} must be of {TYPES[number]}, got {at and TYPES[at.type]}")
-    return at
-
-
-def _messages(at: Memory, stride: int, world: int) -> tuple[Any, int]:
-    """Return the address of `world` messages, and how many rows each has, which hold `stride` numbers each."""
-    if not world or at.numel % (stride * world):
-        raise ValueError(f"messages must be {world} of the same length, got {at.numel // stride} rows")
-    return _of_type(INT32, "messages", at).pointer(), at.numel // (stride * world)
-
-
-def _written(array: NDArray[Any]) -> Any:
-    """Return the address of an array that a kernel writes to; it keeps the array alive."""
-    return ffi.from_buffer("void *", array)
+def _rows(messages: Memory, stride: int, world: int) -> int:
+    """Return how many rows, of `stride` numbers each, one of `world` messages has. Raise ValueError if they are no messages."""
+    if not world or messages.numel % (stride * world):
+        raise ValueError(f"messages must be {world} of the same length, got {messages.numel // stride} rows")
+    if messages.type != INT32:
+        raise ValueError(f"messages must be of int32, got {TYPES[messages.type]}")
+    return messages.numel // (stride * world)

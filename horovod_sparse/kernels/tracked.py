@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.kernels import ffi, memory, pool
+from horovod_sparse.kernels import ffi, pool
 from horovod_sparse.kernels.memory import TYPES, HostOps, Memory
 from horovod_sparse.ops.cached import Above, Cached, narrow
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Moving, Part, Selection, Sums
 
 _KEPT = 2**12
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
+_NO_ROOM: NDArray[Any] = np.empty(0, np.int32)
 
 
 class TrackedMemory(Cached):
     """Implements `ops.protocol.Tracked` for one contiguous array on the CPU.
 
     While the array takes in gradients, its sums are computed and its entries above a cut are copied. Questions that these
-    can answer need no pass over the array.
+    can answer need no pass over the array. `above` has indices of int32 in NumPy's array.
 
     Args:
         ops: the framework's operations.
@@ -34,96 +35,84 @@ class TrackedMemory(Cached):
 
     def __init__(self, ops: HostOps, x: Array, at: Memory) -> None:
         super().__init__(ops, x)
-        self._residual = at.write()
-        _, code, self._numel = self._residual
-        self._type = TYPES[code]
-        self._room = self._no_room()
+        self._at = at
+        self._values, self._indices = _NO_ROOM, _NO_ROOM
         """Memory for entries above the cut, and for their indices."""
         self._notes: Any = None
-        """The `hs_notes` of this step; None outside of a step, or if nothing is known."""
+        """The `hs_notes` of this step; None outside of a step."""
         self._seen = 0
         """The number of elements of all parts that have taken in a gradient in this step."""
         self._parts: list[tuple[int, int, int]] = []
         """For each of these parts, as they came: its first index, and where its noted entries begin and end."""
-
-    def _no_room(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        return np.empty(0, self._type), np.empty(0, np.int32)
+        self._extent: Sums | None = None
+        self._sums: Sums | None = None
+        """What `extent` and `measure` say of the whole array; None if that is not known."""
 
     # --- gradients in ---
 
     def begin(self, hints: Hints) -> None:
-        room = min(hints.room, self._numel) if hints.cut < math.inf else 0
-        if room > len(self._room[0]):
+        room = min(hints.room, self._at.numel) if hints.cut < math.inf else 0
+        if room > len(self._values):
             rounded = 1 << (room - 1).bit_length()
             # In one statement: a kernel must never write to memory of another size.
-            self._room = pool.lend(rounded, self._type), pool.lend(rounded, "int32")
-        values, indices = ffi.from_buffer("void *", self._room[0]), ffi.from_buffer("int32_t *", self._room[1])
+            self._values, self._indices = pool.lend(rounded, TYPES[self._at.type]), pool.lend(rounded, "int32")
+        values, indices = ffi.from_buffer("void *", self._values), ffi.from_buffer("int32_t *", self._indices)
         nothing = (0, 0.0, 0.0, 0.0, 0.0)
-        noted = (hints.cut, room, indices, values, hints.asks, nothing, 0, 1, 1)
-        self._notes, self._above = ffi.new("hs_notes *", noted), None
+        self._notes = ffi.new("hs_notes *", (hints.cut, room, indices, values, hints.asks, nothing, 0, 1, 1))
         self._seen, self._parts = 0, []
+        self.above = self._extent = self._sums = None
 
     def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
-        notes, self._above = self._notes, None
-        begin = 0 if notes is None else notes.found
-        taken = memory.take_in(self._ops, self._residual, gradients, moving, rate, notes)
-        if taken is None:
+        notes, not_finite = self._notes, []
+        begin = notes.found if notes else 0
+        parts = self._ops.add(self._at, gradients, moving, rate, notes)
+        if parts is None:
             self.forget()
             return self._ops.accumulate(self._x, gradients, moving, rate)
-        if notes is not None:
-            for part in taken:
-                self._seen += part.n
-                self._parts.append((part.first, begin, part.found))
-                begin = part.found
-        return [part.not_finite for part in taken]
+        for part in parts:
+            not_finite.append(part.not_finite)
+            self._parts.append((part.first, begin, part.found))
+            self._seen += part.n
+            begin = part.found
+        if notes and notes.valid and self._seen == self._at.numel:
+            self._conclude(notes)
+        return not_finite
+
+    def _conclude(self, notes: Any) -> None:
+        """Keep what was noted: every part of the array has taken in a gradient, and no sum has left the range of the type."""
+        if notes.wanted >= EXTENT:
+            sums = notes.sums
+            self._extent = Sums(sums.count, sums.total, sums.squares, sums.largest)
+            self._sums = self._extent if notes.wanted == SUMS else None
+        if notes.complete and notes.room:
+            values, indices, parts = self._values[: notes.found], self._indices[: notes.found], sorted(self._parts)
+            if parts != self._parts:
+                values = np.concatenate([values[begin:end] for _, begin, end in parts])
+                indices = np.concatenate([indices[begin:end] for _, begin, end in parts])
+            self.above = Above(notes.cut, indices, self._ops.array(values))
 
     def forget(self) -> None:
-        super().forget()
-        self._notes, self._parts = None, []
-        if len(self._room[0]) > _KEPT:
+        self._notes = self.above = self._extent = self._sums = None
+        self._parts = []
+        if len(self._values) > _KEPT:
             # All buckets use the same memory, one after the other.
-            self._room = self._no_room()
-
-    # --- what was noted ---
-
-    def known(self, asked: int) -> Sums | None:
-        """What was asked of the whole array; None if that was not expected, or if some part has taken in nothing."""
-        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.wanted >= asked else None
-
-    @property
-    def above(self) -> Above | None:
-        """All entries above the cut, with indices of int32 in NumPy's array. They hold until the next step begins.
-
-        None if some part has taken in nothing, if a sum left the range of the type, or if there was no room.
-        """
-        notes = self._notes
-        if self._above is None and self._complete() and notes.complete and notes.room:
-            values, indices = (array[: notes.found] for array in self._room)
-            if self._parts != sorted(self._parts):
-                places = [slice(begin, end) for _, begin, end in sorted(self._parts)]
-                values, indices = (np.concatenate([one[place] for place in places]) for one in (values, indices))
-            self._above = Above(notes.cut, indices, self._ops.array(values))
-        return self._above
-
-    def _complete(self) -> bool:
-        """Return whether every part of the array has taken in a gradient, and no sum has left the range of the type."""
-        return self._notes is not None and self._seen == self._numel and bool(self._notes.valid)
+            self._values, self._indices = _NO_ROOM, _NO_ROOM
 
     # --- answers ---
 
     def extent(self, x: Array) -> Sums:
-        return (self.known(EXTENT) if x is self._x else None) or self._ops.extent(x)
+        return self._extent if x is self._x and self._extent is not None else self._ops.extent(x)
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         if x is not self._x or threshold == 0.0:
-            sums = self.known(SUMS) if x is self._x and not with_log else None
-            return sums or self._ops.measure(x, threshold, with_log=with_log)
+            if x is self._x and self._sums is not None and not with_log:
+                return self._sums
+            return self._ops.measure(x, threshold, with_log=with_log)
         # The order and the number of entries decide how sums are rounded. So these are the same entries whether they were noted
         # or not: a resumed run, which has no notes in its first step, gets the same bits.
-        above = self.above
-        if above is None or threshold != above.cut:
+        if self.above is None or threshold != self.above.cut:
             return narrow(self, x, threshold).measure(x, threshold, with_log=with_log)
-        return self._ops.measure(above.values, threshold, with_log=with_log)
+        return self._ops.measure(self.above.values, threshold, with_log=with_log)
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         above = self.above if x is self._x else None
@@ -135,8 +124,8 @@ class TrackedMemory(Cached):
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         if among is x:
             return selection
-        assert self._above is not None
-        indices = self._above.indices[np.asarray(selection.indices)].astype(np.int64)
+        assert self.above is not None
+        indices = self.above.indices[np.asarray(selection.indices)].astype(np.int64)
         return selection._replace(indices=self._ops.array(indices))
 
     def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:

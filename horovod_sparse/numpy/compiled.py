@@ -41,8 +41,8 @@ class CompiledOps(KernelOps, NumpyOps):
         kept = flags.c_contiguous and flags.aligned
         if not kept:
             array = np.require(array, requirements=("C", "A"))
-        address = int(kernels.ffi.cast("uintptr_t", kernels.ffi.from_buffer(array)))
-        return Memory(address, number, array.size, array, kept and flags.writeable)
+        pointer = kernels.ffi.from_buffer("void *", array)
+        return Memory(pointer, number, array.size, array, kept and flags.writeable)
 
     def array(self, host: Array) -> Array:
         return host

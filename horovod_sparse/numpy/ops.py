@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -110,15 +110,12 @@ class NumpyOps(Ops):
     def kth_largest(self, x: Array, count: int) -> float:
         return float(np.partition(np.abs(x), x.size - count)[x.size - count])
 
-    def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
-        return self.kth_largest(x[start::stride], count)
-
     def indices(self, host: Array, like: Array) -> Array:
         return host
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
         messages = [message[header:] for message in wire.split(gathered, world)]
-        if any(used in (None, wire.NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
+        if any(_rows_in_use(message, numel) < 0 for message in messages):
             return None
         merged = np.unique(np.concatenate(messages)).astype(np.int64)
         return merged[merged >= 0]
@@ -170,7 +167,7 @@ class NumpyOps(Ops):
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
         return np.concatenate([_unquantize(message, wire.chunks_of(numel)) for message in wire.split(gathered, world)])
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
         return [_rows_in_use(message, numel) for message in np.split(indices, world)]
 
@@ -186,22 +183,17 @@ class NumpyOps(Ops):
         padding = np.full(capacity - indices.size, wire.PADDING)
         return np.concatenate((header, indices, padding)).astype(np.int32)
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        parts = [
-            self.unpack(message, rows) for message, rows in zip(wire.split(messages, len(used)), used, strict=True)
-        ]
-        for indices, _ in parts:
+    def assemble(self, parts: Sequence[Part], messages: Array, used: list[int], divisor: float) -> None:
+        split = zip(wire.split(messages, len(used)), used, strict=True)
+        entries = [self.unpack(message, rows) for message, rows in split]
+        for indices, _ in entries:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
-
-        def assemble(targets: Sequence[Part]) -> None:
-            for first, target in targets:
-                target[:] = 0
-                for indices, values in parts:
-                    inside = slice(*np.searchsorted(indices, (first, first + target.size)))
-                    target[indices[inside] - first] += values[inside] / np.float32(divisor)
-
-        return assemble
+        for first, part in parts:
+            part[:] = 0
+            for indices, values in entries:
+                inside = slice(*np.searchsorted(indices, (first, first + part.size)))
+                part[indices[inside] - first] += values[inside] / np.float32(divisor)
 
 
 def _unquantize(message: Array, chunks: int) -> Array:
@@ -237,12 +229,12 @@ def _parted(joined: Array, bits: int) -> Array:
     return (joined[:, None].astype(np.int32) >> np.arange(0, 8, bits) & (1 << bits) - 1).reshape(-1)
 
 
-def _rows_in_use(indices: Array, numel: int) -> int | None:
+def _rows_in_use(indices: Array, numel: int) -> int:
     if indices[0] == wire.NOT_FINITE:
         return wire.NOT_FINITE
     used = int(np.count_nonzero(indices >= 0))
     ascends = (np.diff(indices[:used], prepend=-1, append=numel) > 0).all()
-    return used if ascends and (indices[used:] == wire.PADDING).all() else None
+    return used if ascends and (indices[used:] == wire.PADDING).all() else wire.DAMAGED
 
 
 def keep_finite(sums: Array) -> int:

@@ -22,12 +22,8 @@ class Cached:
     def __init__(self, ops: Ops, x: Array, above: Above | None = None) -> None:
         self._ops = ops
         self._x = x
-        self._above = above
-
-    @property
-    def above(self) -> Above | None:
+        self.above = above
         """What is known of the array."""
-        return self._above
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -39,7 +35,7 @@ class Cached:
         return self._ops.accumulate(self._x, gradients, moving, rate)
 
     def forget(self) -> None:
-        self._above = None
+        self.above = None
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         return self._ops.measure(self._exceeding(x, threshold), threshold, with_log=with_log)
@@ -62,8 +58,8 @@ class Cached:
         """Return a selection among some entries of x with its indices in x."""
         if among is x:
             return selection
-        assert self._above is not None
-        return selection._replace(indices=self._above.indices[selection.indices])
+        assert self.above is not None
+        return selection._replace(indices=self.above.indices[selection.indices])
 
 
 def narrow(ops: Ops, x: Array, threshold: float) -> Ops:

@@ -7,7 +7,7 @@ The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -147,7 +147,8 @@ class Ops(Protocol):
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 
     def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
-        """Return `kth_largest(x[start::stride], count)`; 0 <= start < stride."""
+        """Return the smallest of the `count` largest magnitudes in `x[start::stride]`; 0 <= start < stride."""
+        return self.kth_largest(x[start::stride], count)
 
     def indices(self, host: Any, like: Array) -> Array:
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
@@ -184,8 +185,8 @@ class Ops(Protocol):
         `rows_in_use` finds.
         """
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
-        """Return, for each of `world` messages, how many indices come before its padding; None if it is not as `wire` requires.
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
+        """Return, for each of `world` messages, how many indices come before its padding; -1 if it is not as `wire` requires.
 
         The messages stand one after the other: pairs, of shape (rows, 2), or indices alone. They are int32, for a bucket of
         `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. This waits for a device once.
@@ -200,8 +201,8 @@ class Ops(Protocol):
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         """Return an int32 array: the numbers of `header`, then the indices, padded up to `capacity`."""
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        """Return a function that sets parts of a bucket to the sum of the messages' entries there.
+    def assemble(self, parts: Sequence[Part], messages: Array, used: list[int], divisor: float) -> None:
+        """Set parts of a bucket to the sum of the messages' entries there.
 
         `messages` holds the messages of pairs of `len(used)` workers, one after the other. In each, the first `used` rows
         count. Values are divided by `divisor`, as float32, and added up from zero in the workers' order. On the host,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
@@ -25,8 +22,8 @@ def tensor_ops() -> TorchOps:
 class CompiledTorchOps(KernelOps, TorchOps):
     """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`. Selects the same entries as `TorchOps`."""
 
-    def threads(self) -> int:
-        return torch.get_num_threads()
+    threads = staticmethod(torch.get_num_threads)
+    array = staticmethod(torch.from_numpy)
 
     def memory(self, array: Tensor) -> Memory | None:
         number = type_of(array.dtype)
@@ -34,7 +31,4 @@ class CompiledTorchOps(KernelOps, TorchOps):
             return None
         writable = array.is_contiguous()
         array = array if writable else array.contiguous()
-        return Memory(array.data_ptr(), number, array.numel(), array, writable)
-
-    def array(self, host: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(host)
+        return Memory(kernels.ffi.cast("void *", array.data_ptr()), number, array.numel(), array, writable)

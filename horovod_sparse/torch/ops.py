@@ -7,8 +7,7 @@ is as large as the tensor. The results are Python numbers. On a GPU each of them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -31,7 +30,7 @@ class TorchOps(Ops):
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         kind: torch.dtype = getattr(torch, dtype)
-        if on_host(like):
+        if like.is_cpu:
             # NumPy asks the system for large pages. A pass over much memory is faster with them.
             return torch.from_numpy(np.zeros(count, f"i{kind.itemsize}")).view(kind)
         return torch.zeros(count, dtype=kind, device=like.device)
@@ -168,15 +167,12 @@ class TorchOps(Ops):
             return float(magnitudes[x.numel() - count])
         return float(torch.topk(x.abs(), count, sorted=False).values.min())
 
-    def sampled_largest(self, x: Tensor, start: int, stride: int, count: int) -> float:
-        return self.kth_largest(x[start::stride], count)
-
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
         return torch.from_numpy(host).to(like.device)
 
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
         messages = gathered.view(world, -1)[:, header:]
-        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(messages.flatten(), world, numel)):
+        if min(self.rows_in_use(messages.flatten(), world, numel)) < 0:
             return None
         merged = messages.flatten().sort().values
         first = merged >= 0
@@ -253,15 +249,16 @@ class TorchOps(Ops):
         bits = levels.gather(1, chunk + chunks * (code >> 1)) << 16 | code << 31
         return torch.stack((indices.int(), torch.where(used, bits, 0)), 2).view(-1, 2)
 
-    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int]:
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
         before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == wire.PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
         in_range = (indices[:, 0] >= wire.PADDING) & (indices.amax(1) < numel)
-        used = torch.where(follows & in_range, (indices >= 0).sum(1), -1)
+        used = torch.where(follows & in_range, (indices >= 0).sum(1), wire.DAMAGED)
         used = torch.where(indices[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, used)
         # The host waits for the device once.
-        return [None if rows == -1 else rows for rows in used.tolist()]
+        rows: list[int] = used.tolist()
+        return rows
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
@@ -281,24 +278,20 @@ class TorchOps(Ops):
         message[len(header) : len(header) + indices.numel()] = indices
         return message
 
-    def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+    def assemble(self, parts: Sequence[Part], messages: Tensor, used: list[int], divisor: float) -> None:
         if device.has_kernels(messages.device):
-            return partial(_write_added_up, messages, len(used), divisor)
-        parts = [
-            self.unpack(message, rows) for message, rows in zip(wire.split(messages, len(used)), used, strict=True)
-        ]
-        for indices, _ in parts:
+            _write_added_up(parts, messages, len(used), divisor)
+            return
+        split = zip(wire.split(messages, len(used)), used, strict=True)
+        entries = [self.unpack(message, rows) for message, rows in split]
+        for indices, _ in entries:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
-        divided = [(indices, values / divisor) for indices, values in parts]
-
-        def assemble(targets: Sequence[Part]) -> None:
-            for first, target in targets:
-                target.zero_()
-                for indices, values in divided:
-                    _add(target, first, indices, values)
-
-        return assemble
+        divided = [(indices, values / divisor) for indices, values in entries]
+        for first, part in parts:
+            part.zero_()
+            for indices, values in divided:
+                _add(part, first, indices, values)
 
 
 def _add(target: Tensor, first: int, indices: Tensor, values: Tensor) -> None:
@@ -314,7 +307,7 @@ def _add(target: Tensor, first: int, indices: Tensor, values: Tensor) -> None:
     target.index_add_(0, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0).to(target.dtype))
 
 
-def _write_added_up(messages: Tensor, world: int, divisor: float, targets: Sequence[Part]) -> None:
+def _write_added_up(targets: Sequence[Part], messages: Tensor, world: int, divisor: float) -> None:
     """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
     from horovod_sparse.kernels.gpu.message import add_up
 

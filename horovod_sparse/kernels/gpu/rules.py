@@ -78,7 +78,7 @@ class Fitted(Rule):
 
     def request(self, state: BucketState, k: int) -> Request:
         assert isinstance(state, SIDCoState)
-        stages = self.compressor.stages_of(state)
+        stages = state.controller.stages
         trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
         aim = max(1, round(state.aim * k))
         if stages == 1:
@@ -89,7 +89,7 @@ class Fitted(Rule):
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         assert isinstance(state, SIDCoState)
-        state.stages = stages = self.compressor.stages_of(state)
+        request, state.stages = self.request(state, k), state.controller.stages
         state.threshold = numbers["limit"]
         if numbers["count"] <= k:
             # There was room for everything that is not zero. Nothing was estimated, so there is nothing to learn from.
@@ -98,12 +98,12 @@ class Fitted(Rule):
         following = low if 0.0 < low < numbers["largest"] else math.inf
         if numbers["estimated"]:
             count, found = int(numbers["count"]), int(numbers["found"])
-            aim = self.compressor.aim_of(state, k, count)
-            if self.compressor.trusts(found, k) and stages > 1:
+            aim = min(request.aim, count - 1)
+            if request.trust[0] <= found <= request.trust[1] and state.stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"])
-                _, following = self.compressor.last_stage(state.cut, tail, count, numbers["largest"], aim, stages)
+                _, following = self.compressor.last_stage(state.cut, tail, count, numbers["largest"], aim, state.stages)
             self.compressor.learn(state, k, aim, found)
-        state.cut = following if stages > 1 else math.inf
+        state.cut = following if state.stages > 1 else math.inf
 
 
 def rule_of(compressor: Compressor) -> Rule | None:

@@ -94,7 +94,7 @@ def fit(
         few = count <= k.to(tl.float64)
         usable = (tail_count > wanted) & (tail_count <= count * most_tail)
         threshold = _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE)
-        # As `search.below_largest`: the limit is at most the number just below the largest magnitude.
+        # As `fits.below_largest`: the limit is at most the number just below the largest magnitude.
         below = tl.maximum(rounded_bits(largest) - 1, 0)
         # If few, there is room for everything that is not zero.
         limit = tl.where(few, 0, tl.minimum(rounded_bits(threshold), below))
