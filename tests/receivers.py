@@ -161,7 +161,7 @@ class Receiver:
         if indices is None:
             return None
         residual = self.backend.ops.copy(self._pipeline.buckets[0].buffer)
-        assert len(self.backend.ops.take(residual, indices)) == len(indices)
+        assert len(self.backend.ops.take_out(residual, indices)) == len(indices)
         return self.backend.numpy(indices)
 
     def _written(self) -> np.ndarray:

@@ -107,7 +107,7 @@ class HostSelector:
             indices, found, _ = self.select()
         count = len(indices)
         self._outcome = Outcome(count, found - count, self.not_finite)
-        message = self._ops.take_pairs(self._buffer, indices, self._stage.capacity)
+        message = self._ops.take_pairs_out(self._buffer, indices, self._stage.capacity)
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
         return message

@@ -149,7 +149,7 @@ class Sending:
         return self.bucket.host.select()
 
     def take_out(self, indices: Array) -> Array:
-        values = self.ops.take(self.buffer, indices)
+        values = self.ops.take_out(self.buffer, indices)
         self._taken.append(Entries(indices, values))
         return values
 

@@ -558,8 +558,8 @@ int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, 
     return to - indices;
 }
 
-int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values,
-            hs_pair* message, int64_t capacity) {
+int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,
+            int64_t capacity) {
     const auto in_range = [n](int64_t index) { return 0 <= index && index < n; };
     if (!std::all_of(indices, indices + count, in_range)) return 0;
     typed(x, type, [&](auto* all) {
@@ -567,7 +567,6 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
             // Hardly any entry is in the cache.
             __builtin_prefetch(all + indices[std::min(i + kAhead, count - 1)], 1);
             auto& entry = all[indices[i]];
-            if (entries != nullptr) static_cast<decltype(all)>(entries)[i] = entry;
             const float value = take_out(entry);
             if (message != nullptr) message[i] = {static_cast<int32_t>(indices[i]), value};
             else values[i] = value;

@@ -70,9 +70,9 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, int64_t count, int threads,
                             int64_t* indices);
 /* Writes what was taken to `values` or, with its indices, to a `message` of `capacity` >= count pairs; the other one is null.
-   `entries` may be null. Changes nothing and returns 0 if an index is outside [0, n). */
-int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, void* entries, float* values,
-            hs_pair* message, int64_t capacity);
+   Changes nothing and returns 0 if an index is outside [0, n). */
+int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,
+            int64_t capacity);
 /* Does as an `assembler`, with `world` messages of `capacity` rows. Changes nothing and returns 0 unless every message's
    indices ascend within each target. */
 int hs_assemble(const hs_part* targets, int64_t number, const hs_pair* messages, int64_t capacity, int64_t world,

@@ -182,31 +182,26 @@ class KernelOps(HostOps):
         found = lib.hs_union(at.pointer, length, header, world, numel, ffi.from_buffer("int64_t *", merged))
         return None if found < 0 else self.array(merged[:found])
 
-    def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
+    def take_out(self, x: Array, indices: Array) -> Array:
         values = np.empty(len(indices), np.float32)
-        taken = self._take(x, indices, entries, ffi.from_buffer("float *", values), ffi.NULL, 0)
-        return self.array(values) if taken else super().take(x, indices, entries)
+        taken = self._take_out(x, indices, ffi.from_buffer("float *", values), ffi.NULL, 0)
+        return self.array(values) if taken else super().take_out(x, indices)
 
-    def take_pairs(self, x: Array, indices: Array, capacity: int, entries: Array | None = None) -> Array:
+    def take_pairs_out(self, x: Array, indices: Array, capacity: int) -> Array:
         if len(indices) > capacity:
             raise ValueError(f"there must be up to {capacity} indices, got {len(indices)}")
         message = np.empty((capacity, 2), np.int32)
-        taken = self._take(x, indices, entries, ffi.NULL, ffi.from_buffer("hs_pair *", message), capacity)
-        return self.array(message) if taken else super().take_pairs(x, indices, capacity, entries)
+        taken = self._take_out(x, indices, ffi.NULL, ffi.from_buffer("hs_pair *", message), capacity)
+        return self.array(message) if taken else super().take_pairs_out(x, indices, capacity)
 
-    def _take(self, x: Array, indices: Array, entries: Array | None, *where: Any) -> bool:
-        """Take the entries and write them where `hs_take` is told. Return False if that is left to the framework."""
-        at, some, before = self._wide(x, written=True), self.memory(indices), ffi.NULL
+    def _take_out(self, x: Array, indices: Array, *where: Any) -> bool:
+        """Take the entries out and write them where `hs_take` is told. Return False if that is left to the framework."""
+        at, some = self._wide(x, written=True), self.memory(indices)
         if at is None:
             return False
         if some is None or some.type != INT64:
             raise ValueError(f"indices must be of int64, got {indices.dtype}")
-        if entries is not None:
-            old = self._wide(entries, written=True)
-            if old is None or (old.type, old.numel) != (at.type, some.numel):
-                raise ValueError(f"entries must be {some.numel} of {TYPES[at.type]}, got {old}")
-            before = old.pointer
-        if not lib.hs_take(at.pointer, at.type, at.numel, some.pointer, some.numel, before, *where):
+        if not lib.hs_take(at.pointer, at.type, at.numel, some.pointer, some.numel, *where):
             raise IndexError(f"indices must be in [0, {at.numel})")
         return True
 

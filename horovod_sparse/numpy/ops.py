@@ -120,11 +120,9 @@ class NumpyOps(Ops):
         merged = np.unique(np.concatenate(messages)).astype(np.int64)
         return merged[merged >= 0]
 
-    def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
+    def take_out(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max
         taken = x[indices]
-        if entries is not None:
-            entries[:] = taken
         values = taken.astype(np.float32) if x.dtype == np.float32 else taken.clip(-largest, largest).astype(np.float32)
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values

@@ -159,15 +159,12 @@ class Ops(Protocol):
         None if one is not as `wire` requires.
         """
 
-    def take(self, x: Array, indices: Array, entries: Array | None = None) -> Array:
-        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly.
+    def take_out(self, x: Array, indices: Array) -> Array:
+        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
-        `entries`, of x's type, is filled with x[indices] before x changes: an interrupt may come in between.
-        """
-
-    def take_pairs(self, x: Array, indices: Array, capacity: int, entries: Array | None = None) -> Array:
-        """Return the message of pairs (`pack`) of indices and of what `take` takes there."""
-        return self.pack(indices, self.take(x, indices, entries), capacity)
+    def take_pairs_out(self, x: Array, indices: Array, capacity: int) -> Array:
+        """Return the message of pairs (`pack`) of indices and of what `take_out` takes there."""
+        return self.pack(indices, self.take_out(x, indices), capacity)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""

@@ -179,10 +179,8 @@ class TorchOps(Ops):
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
 
-    def take(self, x: Tensor, indices: Tensor, entries: Tensor | None = None) -> Tensor:
+    def take_out(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]
-        if entries is not None:
-            entries.copy_(taken)
         if x.dtype == torch.float32:
             x[indices] = 0.0
             return taken
