@@ -80,7 +80,7 @@ def check_arguments(optimizer: object, model: object) -> None:
 
 def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
     """Raise ValueError if a state is none of local updates, or if its arrays have other shapes than those with `names`."""
-    absent = [part for part in ("steps", "lengths", "start", "moved", "compression") if part not in state]
+    absent = [part for part in ("steps", "lengths", "start", "moved", "decay", "compression") if part not in state]
     if absent:
         raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
     mine = {name: tuple(part.shape) for part, name in names.items()}
@@ -97,7 +97,8 @@ def refuse_steps(local: Any, optimizer: Any, steps: Callable[[Any], bool]) -> No
 
     def check(*_: object) -> None:
         there = here()
-        if there is not None and not steps(there):
+        # PyTorch's checkpoints let an optimizer without a state make a step whose rates are 0, which moves nothing.
+        if there is not None and not steps(there) and any(group.get("lr") != 0 for group in optimizer.param_groups):
             raise RuntimeError(
                 "step of LocalUpdates must be called in place of the optimizer's, which exchanges nothing; call local.step(), "
                 "or scaler.step(local)"
@@ -133,10 +134,20 @@ def placed(
         from horovod_sparse.torch import fsdp
 
         if isinstance(model, FSDPModule):
+            if group is None:
+                raise TypeError(
+                    'group must be mesh["replicate"] with a model of fully_shard, got None; give fully_shard mesh["shard"] of '
+                    'a mesh with the dimensions ("replicate", "shard")'
+                )
             parts, mesh = held(names), fsdp.mesh_of(model, names)
             check_memory({part: names[parameter] for parameter, part in parts.items()})
             device = next(iter(parts.values())).device
             return parts, fsdp.replicas_of(group, mesh, device), fsdp.shards_of(mesh, device)
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise TypeError(
+                f"model must be one of fully_shard with sharded parameters, got a {type(model).__name__} with such layers; "
+                "call fully_shard for the whole model, too, or give LocalUpdates the part that it was called for"
+            )
     check_memory(names)
     return held(names), transport_of(group, next(iter(names)).device), ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,11 +193,12 @@ def gradients_ahead_know_of_what_waits(every: int) -> None:
 @scenario(MPI_2, TORCHRUN_2, cases={"every step": (1,), "every third": (EVERY,)})
 def local_updates_go_on_from_their_state(every: int) -> None:
     """Bit for bit, also between two exchanges, and before the first exchange of the process."""
+    decaying = partial(torch.optim.AdamW, weight_decay=0.5)
     for steps in (2 * every, 2 * every + 1):
-        model, local = pulled(torch.optim.Adam, every=every)
+        model, local = pulled(decaying, every=every)
         for step in range(steps):
             pull(model, local, step, 0.5)
-        twin, twin_local = pulled(torch.optim.Adam, every=every)
+        twin, twin_local = pulled(decaying, every=every)
         twin.load_state_dict(model.state_dict())
         twin_local.optimizer.load_state_dict(copy.deepcopy(local.optimizer.state_dict()))
         twin_local.load_state_dict(copy.deepcopy(local.state_dict()))
