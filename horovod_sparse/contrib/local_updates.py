@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from horovod_sparse.compressors.checks import check_integer, check_number
 from horovod_sparse.contrib.settings import check_settings
 from horovod_sparse.contrib.torch_rounds import Rounds
-from horovod_sparse.contrib.torch_workers import check_arguments, check_state, names_of, placed, refuse_steps
+from horovod_sparse.contrib.torch_workers import (
+    check_arguments,
+    check_state,
+    checked,
+    names_of,
+    placed,
+    refuse_steps,
+)
 from horovod_sparse.core.agreement import divides
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.torch.ahead import Ahead
@@ -92,7 +99,6 @@ class LocalUpdates:
         self.compression.check_free()
         check_settings(self.compression)
         names = names_of(optimizer, model)
-        known = [*names.values()]
         parts, transport, shards = placed(model, names, group)
         # A rank may hold nothing of a sharded parameter.
         parts = {whole: part for whole, part in parts.items() if part.numel()}
@@ -106,7 +112,7 @@ class LocalUpdates:
             shards,
             every=int(every),
             grow=divides(optimizer.param_groups) if grow is None else bool(grow),
-            check=lambda: names_of(optimizer, model, known),
+            check=checked(optimizer, model, [*names.values()]),
         )
         self._ahead = Ahead()
         self._stepping = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,23 @@ class MovementReducer(GroupReducer):
 
 def check_arguments(optimizer: object, model: object) -> None:
     """Raise TypeError unless the optimizer and the model leave gradients on their worker."""
+    kinds = {kind.__module__: kind.__name__ for kind in type(optimizer).__mro__}
+    for library, why in (
+        (
+            "accelerate.",
+            "makes no step in some calls; give LocalUpdates the optimizer that you gave to accelerator.prepare",
+        ),
+        ("torch.distributed.optim", "exchanges parameters itself; give LocalUpdates the optimizer within"),
+    ):
+        for module, name in kinds.items():
+            if module.startswith(library):
+                raise TypeError(
+                    f"optimizer must be a plain one with local updates, got a {name} of {module}, which {why}"
+                )
+    if isinstance(model, nn.Module) and not isinstance(optimizer, nn.Module) and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer must have param_groups, step and zero_grad, got a {type(optimizer).__name__} without"
+        )
     if not hasattr(optimizer, "param_groups") or not isinstance(model, nn.Module):
         raise TypeError(
             "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
@@ -72,10 +90,41 @@ def check_arguments(optimizer: object, model: object) -> None:
             "gradients; leave hvd.DistributedOptimizer out"
         )
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise TypeError(
-            "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
-            "gradients; leave DistributedDataParallel out"
-        )
+        raise TypeError(_IN_DDP)
+
+
+_IN_DDP = (
+    "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all gradients; "
+    "leave DistributedDataParallel out (docs/libraries.md shows how with Accelerate, Lightning and Transformers' Trainer)"
+)
+
+
+def checked(optimizer: Any, model: nn.Module, known: Sequence[str]) -> Callable[[], None]:
+    """Return what raises ValueError if parameters are not those `known` any more, or if the model is in DDP by now."""
+    is_alone = False
+
+    def check() -> None:
+        nonlocal is_alone
+        names_of(optimizer, model, known)
+        if is_alone:
+            return
+        if _is_in_ddp(model):
+            # Perhaps in one that is gone.
+            gc.collect()
+            if _is_in_ddp(model):
+                raise ValueError(_IN_DDP)
+        is_alone = True
+
+    return check
+
+
+def _is_in_ddp(model: nn.Module) -> bool:
+    """Return whether `DistributedDataParallel` has been put around a model or a part of it, which do not know it."""
+    parts = {*model.modules()}
+    return any(
+        issubclass(type(one), DistributedDataParallel) and getattr(one, "module", None) in parts
+        for one in gc.get_objects()
+    )
 
 
 def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
@@ -91,7 +140,8 @@ def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
 
 def refuse_steps(local: Any, optimizer: Any, steps: Callable[[Any], bool]) -> None:
     """Let an optimizer of PyTorch raise where `local` does not step it, as long as `local` lives."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    # Optimizers that join several may not have been initialised as one.
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return
     here = weakref.ref(local)
 

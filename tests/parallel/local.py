@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from driver import ExactLengths
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
@@ -281,6 +282,71 @@ def the_step_of_the_optimizer_is_refused() -> None:
     optimizer.step()
 
 
+@scenario(TORCHRUN_2)
+def a_model_that_is_put_into_ddp_later_raises_on_all() -> None:
+    """As libraries do it. Nothing is exchanged. Once it is not in DDP any more, training goes on."""
+    model, local = pulled()
+    before = model.values()
+    # Each rank's constructor waits for the other's.
+    around: Any = nn.parallel.DistributedDataParallel(model if hvd.rank() == 0 else Pulled())
+    text = raised((ValueError, RuntimeError), lambda: pull(model, local, 0))
+    assert "leave DistributedDataParallel out" in text and same(before, model.values())
+    assert around.module is not None
+    around = None
+    pull(model, local, 1)
+    assert_identical(model)
+
+
+class Joint:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.optimizers:
+            one.step(closure)
+
+
+JointOptimizer: Any = type("JointOptimizer", (Joint, torch.optim.Optimizer), {})
+"""The same, as an optimizer that has not been initialised as one."""
+
+
+@scenario(MPI_2, TORCHRUN_2, cases={"a plain class": (Joint,), "an optimizer": (JointOptimizer,)})
+def joint_optimizers_move_as_one(kind: Any) -> None:
+    """All parameters move, as by one optimizer of each kind."""
+    torch.manual_seed(0)
+    models: list[Any] = [Pulled(), Pulled()]
+    joint, alone = (
+        [torch.optim.AdamW([model.first], lr=0.1), torch.optim.SGD([model.second], lr=0.1)] for model in models
+    )
+    local = sparse.LocalUpdates(kind(*joint), models[0], grow=False)
+    each = [sparse.LocalUpdates(one, models[1], grow=False) for one in alone]
+    for step in range(5):
+        points = {
+            name: torch.from_numpy(normals(one.shape, step=step, rank=hvd.rank()))
+            for name, one in Pulled().values().items()
+        }
+        local.zero_grad()
+        models[0](points).backward()
+        local.step()
+        for one in each:
+            one.zero_grad()
+        models[1](points).backward()
+        for one in each:
+            one.step()
+        assert_identical(models[0])
+    assert same(models[0].values(), models[1].values()) and models[0].second.any()
+
+
 @scenario(TORCHRUN_2, cases={"at first": (0,), "later": (1,)})
 def parameters_that_one_worker_adds_raise_on_all(exchanges: int) -> None:
     torch.manual_seed(0)
@@ -308,6 +374,7 @@ def wrong_settings_are_refused() -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     local = sparse.LocalUpdates(torch.optim.AdamW(model.parameters()), model)
     assert "scaler.step(local)" in raised(
         RuntimeError, lambda: local.compression.scale_with(torch.amp.GradScaler(DEVICE))
@@ -324,6 +391,8 @@ def wrong_settings_are_refused() -> None:
         ({"compression": sparse.TopK(0.1, clip=1.0, warmup=None)}, "compression must have clip=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
+        ({"optimizer": object()}, "optimizer must have param_groups, step and zero_grad, got a object without"),
+        ({"optimizer": zero}, "got a ZeroRedundancyOptimizer of torch.distributed.optim"),
         ({"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))}, "leave DistributedDataParallel out"),
     ):
         settings = {"optimizer": optimizer, "model": model, **arguments}
