@@ -11,6 +11,7 @@ the compressor in every step. The examples are those that need torchvision and T
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,14 +36,17 @@ RELEASES = {
 }
 PINNED = ("torchvision", "transformers")
 """What the extra "examples" has; constraints.txt has the releases."""
-DDP, FSDP2, HOROVOD = "DDP", "FSDP2", "Horovod"
+DDP, FSDP2, HOROVOD, LOCAL = "DDP", "FSDP2", "Horovod", "local updates"
 """How the name of a script ends that must be started on workers. The others start workers, and show the result, themselves."""
 SCRIPTS = {
     "Accelerate, DDP": ("libraries.md", ("prepare(model, optimizer, loader)",)),
-    "Transformers, DDP": ("libraries.md", ("(TrainerCallback)",)),
+    "Transformers, DDP": ("libraries.md", ("class Sparsify(TrainerCallback)",)),
     "Lightning, DDP": ("libraries.md", ("(L.Callback)",)),
     "Accelerate, FSDP2": ("libraries.md", ("prepare(optimizer, loader)",)),
     "Lightning, FSDP2": ("libraries.md", ("def configure_model",)),
+    "Accelerate, local updates": ("libraries.md", ("prepare_model(model, evaluation_mode=True)",)),
+    "Transformers, local updates": ("libraries.md", ("class Local(TrainerCallback)",)),
+    "Lightning, local updates": ("libraries.md", ("optimizer_step(self.local, closure)",)),
     "Lightning, Horovod": ("libraries.md", ("def on_before_optimizer_step",)),
     "Fabric, Horovod": ("libraries.md", ("import Fabric",)),
     "Accelerate, Horovod": ("libraries.md", ("prepare(model, sparse, loader)",)),
@@ -62,9 +67,62 @@ text = f"rank {%s}: {compression.stats().steps} steps, checksum {checksum!r}"
 """
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-_SHOW = TEXT % "__import__('os').environ['RANK']" + "print(text, flush=True)"
+_RANK = "__import__('os').environ['RANK']"
+_SHOW = TEXT % _RANK + "print(text, flush=True)"
+_SHOW_LOCAL = f"""
+with torch.no_grad():
+    loss = float(F.cross_entropy(getattr(model, "layers", model)(x), x[:, :3].argmax(1)))
+compression = local.compression
+{TEXT % _RANK}print(f"{{text}}, loss {{loss:.4f}}", flush=True)
+"""
+DENSE = """
+from horovod_sparse.torch import SIDCo
+
+
+class LocalUpdates:
+    steps = 0
+
+    def __init__(self, optimizer, model, compression):
+        self.optimizer, self.param_groups, self.zero_grad = optimizer, optimizer.param_groups, optimizer.zero_grad
+        self.compression = self
+
+    def stats(self):
+        return self
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        for one in [one for group in self.param_groups for one in group["params"]]:
+            torch.distributed.all_reduce(one.grad)
+            one.grad /= torch.distributed.get_world_size()
+        self.optimizer.step()
+        self.steps += 1
+
+    def synchronize(self):
+        pass
+"""
+"""What the same script is dense with."""
+_IMPORT, _LINE = "from horovod_sparse.torch import LocalUpdates, SIDCo\n", "SIDCo(0.01))"
+_SPARSE = "SIDCo(0.05, warmup=2.0, min_numel=0)"
+VARIANTS: dict[str, Callable[[str], str]] = {
+    "dense": lambda text: text.replace(_IMPORT, DENSE),
+    "every=1": lambda text: text.replace(_LINE, f"{_SPARSE})"),
+    "every=4": lambda text: text.replace(_LINE, f"{_SPARSE}, every=4)"),
+}
+"""How a script of local updates is changed: what is sent is sparse soon."""
+_ADAMW = "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+REFUSED = {
+    "Accelerate, local updates": (
+        (", evaluation_mode=True", "", "leave DistributedDataParallel out"),
+        (_ADAMW, f"accelerator.prepare({_ADAMW})", "got a AcceleratedOptimizer of accelerate.optimizer"),
+    )
+}
+"""What a script must not do: what is replaced by what, and what the error says."""
+WORST = 0.1
+"""By how much the loss may end above dense training's, of what this has gained from ln 3."""
 STARTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     DDP: ((), (*_TORCHRUN, "2"), _SHOW),
+    LOCAL: ((), (*_TORCHRUN, "2"), ""),
     # Two replicas of two shards.
     FSDP2: ((), (*_TORCHRUN, "4"), _SHOW),
     HOROVOD: (
@@ -76,6 +134,7 @@ STARTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 }
 """What is put before and after the interpreter to start a script, and what is added to it."""
 SHOWN = re.compile(r"rank (\d): (\d+) steps, checksum ([-+.\de]+)")
+LOSS = re.compile(r"loss ([.\d]+)")
 
 
 def run(
@@ -136,6 +195,29 @@ def script(page: str, marks: tuple[str, ...]) -> str:
     return "\n".join(chosen)
 
 
+def compare_local(name: str, text: str, start: Callable[[str], str]) -> str:
+    """Run a script of local updates in each way, and compare what all ranks end with, and what the loss is."""
+    losses = {}
+    for variant, change in VARIANTS.items():
+        changed = change(text)
+        assert changed != text, f"{name}: nothing to change for {variant}"
+        output = start(changed + _SHOW_LOCAL)
+        check(f"{name}, {variant}", output, 2)
+        losses[variant] = float(LOSS.findall(output)[0])
+    for old, new, message in REFUSED.get(name, ()):
+        changed = text.replace(old, new)
+        assert changed != text, f"{name}: there is no {old!r}"
+        said = "nothing raised"
+        try:
+            start(changed)
+        except SystemExit as error:
+            said = str(error)
+        assert message in said, f"{name}: expected {message!r} where {new!r} is written, got {said}"
+    worst = losses["dense"] + WORST * (math.log(3) - losses["dense"])
+    assert max(losses.values()) < worst, f"{name}: expected losses below {worst:.4f}, got {losses}"
+    return f"{name}: the same parameters on all ranks, losses {losses}"
+
+
 def check(name: str, output: str, workers: int) -> str:
     """Compare what the ranks have printed."""
     ranks = {(int(rank), int(steps), checksum) for rank, steps, checksum in SHOWN.findall(output)}
@@ -168,9 +250,18 @@ def main() -> None:
             folder.mkdir()
             kind = name.rpartition(", ")[2]
             before, after, added = STARTED.get(kind, ((), (), ""))
-            (folder / "train.py").write_text(script(page, marks) + added, encoding="utf-8")
-            output = run(python, *after, "train.py", cwd=folder, under=before)
-            print(check(name, output, 4 if kind == FSDP2 else 2), flush=True)
+
+            def start(
+                text: str, folder: Path = folder, before: tuple[str, ...] = before, after: tuple[str, ...] = after
+            ) -> str:
+                (folder / "train.py").write_text(text, encoding="utf-8")
+                return run(python, *after, "train.py", cwd=folder, under=before)
+
+            text = script(page, marks)
+            if kind == LOCAL:
+                print(compare_local(name, text, start), flush=True)
+            else:
+                print(check(name, start(text + added), 4 if kind == FSDP2 else 2), flush=True)
             shutil.rmtree(folder)
 
 

@@ -66,6 +66,7 @@ class Movement:
         return {
             "start": {names[part]: value.clone() for part, value in start.items()},
             "moved": [names[part] for part in self.trained],
+            "decay": {names[part]: self._decay[part] for part in start},
         }
 
     def load(self, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
@@ -74,6 +75,7 @@ class Movement:
         self.begun = bool(state["start"])
         for part, name in names.items() if self.begun else ():
             self.start[part] = state["start"][name].detach().to(part.device, part.dtype, copy=True)
+            self._decay[part] = state["decay"][name]
 
     def restore(self) -> None:
         """Give the parameters the values with which they began, and begin anew."""

@@ -82,6 +82,23 @@ class MovementSource(TensorSource):
 
 def check_arguments(optimizer: object, model: object) -> None:
     """Raise TypeError unless the optimizer and the model leave gradients on their worker."""
+    kinds = {kind.__module__: kind.__name__ for kind in type(optimizer).__mro__}
+    for library, why in (
+        (
+            "accelerate.",
+            "makes no step in some calls; give LocalUpdates the optimizer that you gave to accelerator.prepare",
+        ),
+        ("torch.distributed.optim", "exchanges parameters itself; give LocalUpdates the optimizer within"),
+    ):
+        for module, name in kinds.items():
+            if module.startswith(library):
+                raise TypeError(
+                    f"optimizer must be a plain one with local updates, got a {name} of {module}, which {why}"
+                )
+    if isinstance(model, nn.Module) and not isinstance(optimizer, nn.Module) and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer must have param_groups, step and zero_grad, got a {type(optimizer).__name__} without"
+        )
     if not hasattr(optimizer, "param_groups") or not isinstance(model, nn.Module):
         raise TypeError(
             "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
@@ -95,13 +112,14 @@ def check_arguments(optimizer: object, model: object) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
-            "gradients; leave DistributedDataParallel out"
+            "gradients; leave DistributedDataParallel out (docs/libraries.md shows how with Accelerate, Lightning and "
+            "Transformers' Trainer)"
         )
 
 
 def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
     """Raise ValueError if a state is none of local updates, or if its arrays have other shapes than those with `names`."""
-    absent = [part for part in ("steps", "lengths", "start", "moved", "compression") if part not in state]
+    absent = [part for part in ("steps", "lengths", "start", "moved", "decay", "compression") if part not in state]
     if absent:
         raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
     mine = {name: tuple(part.shape) for part, name in names.items()}
@@ -112,13 +130,15 @@ def check_state(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
 
 def refuse_steps(local: Any, optimizer: Any, steps: Callable[[Any], bool]) -> None:
     """Let an optimizer of PyTorch raise where `local` does not step it, as long as `local` lives."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    # Optimizers that join several may not have been initialised as one.
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return
     here = weakref.ref(local)
 
     def check(*_: object) -> None:
         there = here()
-        if there is not None and not steps(there):
+        # PyTorch's checkpoints let an optimizer without a state make a step whose rates are 0, which moves nothing.
+        if there is not None and not steps(there) and any(group.get("lr") != 0 for group in optimizer.param_groups):
             raise RuntimeError(
                 "step of LocalUpdates must be called in place of the optimizer's, which exchanges nothing; call local.step(), "
                 "or scaler.step(local)"
@@ -154,10 +174,20 @@ def placed(
         from horovod_sparse.torch import fsdp
 
         if isinstance(model, FSDPModule):
+            if group is None:
+                raise TypeError(
+                    'group must be mesh["replicate"] with a model of fully_shard, got None; give fully_shard mesh["shard"] of '
+                    'a mesh with the dimensions ("replicate", "shard")'
+                )
             parts, mesh = held(names), fsdp.mesh_of(model, names)
             check_memory({part: names[parameter] for parameter, part in parts.items()})
             device = next(iter(parts.values())).device
             return parts, fsdp.replicas_of(group, mesh, device), fsdp.shards_of(mesh, device)
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise TypeError(
+                f"model must be one of fully_shard with sharded parameters, got a {type(model).__name__} with such layers; "
+                "call fully_shard for the whole model, too, or give LocalUpdates the part that it was called for"
+            )
     check_memory(names)
     return held(names), transport_of(group, next(iter(names)).device), ()
 

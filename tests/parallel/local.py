@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from driver import ExactLengths
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
@@ -192,11 +194,12 @@ def gradients_ahead_know_of_what_waits(every: int) -> None:
 @scenario(MPI_2, TORCHRUN_2, cases={"every step": (1,), "every third": (EVERY,), "a part is frozen": (1, True)})
 def local_updates_go_on_from_their_state(every: int, freezes: bool = False) -> None:
     """Bit for bit, also between two exchanges, and before the first exchange of the process."""
+    decaying = partial(torch.optim.AdamW, weight_decay=0.5)
     for steps in (2 * every, 2 * every + 1):
-        model, local = pulled(torch.optim.Adam, every=every)
+        model, local = pulled(decaying, every=every)
         for step in range(steps):
             pull(model, local, step, 0.5)
-        twin, twin_local = pulled(torch.optim.Adam, every=every)
+        twin, twin_local = pulled(decaying, every=every)
         # What waits of it is in the state, and its first exchange is a later one than that of the others.
         for one, its in ((model, local), (twin, twin_local)) if freezes else ():
             one.second.requires_grad_(False)
@@ -285,6 +288,33 @@ def the_step_of_the_optimizer_is_refused() -> None:
     optimizer.step()
 
 
+@scenario(MPI_2, TORCHRUN_2, cases={"a plain class": (Joint,), "an optimizer": (JointOptimizer,)})
+def joint_optimizers_move_as_one(kind: Any) -> None:
+    """All parameters move, as by one optimizer of each kind."""
+    torch.manual_seed(0)
+    models: list[Any] = [Pulled(), Pulled()]
+    joint, alone = (
+        [torch.optim.AdamW([model.first], lr=0.1), torch.optim.SGD([model.second], lr=0.1)] for model in models
+    )
+    local = sparse.LocalUpdates(kind(*joint), models[0], grow=False)
+    each = [sparse.LocalUpdates(one, models[1], grow=False) for one in alone]
+    for step in range(5):
+        points = {
+            name: torch.from_numpy(normals(one.shape, step=step, rank=hvd.rank()))
+            for name, one in Pulled().values().items()
+        }
+        local.zero_grad()
+        models[0](points).backward()
+        local.step()
+        for one in each:
+            one.zero_grad()
+        models[1](points).backward()
+        for one in each:
+            one.step()
+        assert_identical(models[0])
+    assert same(models[0].values(), models[1].values()) and models[0].second.any()
+
+
 @scenario(TORCHRUN_2, cases={"at first": (0,), "later": (1,)})
 def parameters_that_one_worker_adds_raise_on_all(exchanges: int) -> None:
     torch.manual_seed(0)
@@ -312,6 +342,7 @@ def wrong_settings_are_refused() -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     local = sparse.LocalUpdates(torch.optim.AdamW(model.parameters()), model)
     assert "scaler.step(local)" in raised(
         RuntimeError, lambda: local.compression.scale_with(torch.amp.GradScaler(DEVICE))
@@ -328,6 +359,8 @@ def wrong_settings_are_refused() -> None:
         ({"compression": sparse.TopK(0.1, clip=1.0, warmup=None)}, "compression must have clip=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
+        ({"optimizer": object()}, "optimizer must have param_groups, step and zero_grad, got a object without"),
+        ({"optimizer": zero}, "got a ZeroRedundancyOptimizer of torch.distributed.optim"),
         ({"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))}, "leave DistributedDataParallel out"),
     ):
         settings = {"optimizer": optimizer, "model": model, **arguments}

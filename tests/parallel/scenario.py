@@ -33,7 +33,10 @@ MODULES = {
         "parameters local local_programs ahead compiled programs.laws programs.conservation"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.local tf.programs tf.states tf.scaling tf.parameters",
-    "ddp": "ddp.hook momentum local local_programs ddp.sharded ahead scaling compiled programs.laws programs.conservation",
+    "ddp": (
+        "ddp.hook momentum local local_programs ddp.sharded ddp.local_sharded ahead scaling compiled "
+        "programs.laws programs.conservation"
+    ),
 }
 """Where the scenarios of a framework are."""
 
