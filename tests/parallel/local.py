@@ -288,6 +288,29 @@ def the_step_of_the_optimizer_is_refused() -> None:
     optimizer.step()
 
 
+class Joint:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.optimizers:
+            one.step(closure)
+
+
+JointOptimizer: Any = type("JointOptimizer", (Joint, torch.optim.Optimizer), {})
+"""The same, as an optimizer that has not been initialised as one."""
+
+
 @scenario(MPI_2, TORCHRUN_2, cases={"a plain class": (Joint,), "an optimizer": (JointOptimizer,)})
 def joint_optimizers_move_as_one(kind: Any) -> None:
     """All parameters move, as by one optimizer of each kind."""
