@@ -1,0 +1,98 @@
+"""The driver, over a transport of one worker that notes what is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.compressors import TopK
+from horovod_sparse.core.driver import Driver
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.layout import Parameter
+from horovod_sparse.core.step import Wait
+from horovod_sparse.exchange.protocols import Collective, Named
+from horovod_sparse.numpy.ops import NumpyOps
+
+SIZES = {"first": 400, "bias": 3, "second": 700, "third": 500, "scale": 5, "last": 300}
+"""Of the parameters, in the order of the model: two are reduced dense, together."""
+GRADIENTS = {name: np.full(size, 2.0, np.float32) for name, size in SIZES.items()}
+
+
+class Alone:
+    world, position, rank = 1, 0, 0
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
+        self.started.append(name)
+        return lambda: collective.message
+
+    def everyone(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def made(names: Any = SIZES, later: Any = (), state: dict[str, Any] | None = None) -> tuple[Driver, Alone]:
+    """A driver with buckets for some parameters, after a state was loaded."""
+    transport = Alone()
+    compressor = TopK(0.1, granularity="layer", min_numel=10, warmup=None)
+    driver = Driver(
+        compressor,
+        transport,
+        lambda: Feedback(NumpyOps(), compressor, world=1, position=0, rank=0),
+        kernels="none",
+    )
+    if state is not None:
+        driver.load(state)
+    driver.extend([Parameter(name, (SIZES[name],), "float32", "cpu") for name in names], GRADIENTS, later=later)
+    return driver, transport
+
+
+def run(driver: Driver, names: Any, given_up_after: int | None = None) -> None:
+    """A step, which is given up when so many gradients were added."""
+    driver.begin()
+    for number, name in enumerate(names):
+        if number == given_up_after:
+            driver.give_up()
+            return
+        driver.add(name, GRADIENTS[name])
+    driver.complete()
+    driver.finish(lambda slots, reduced: None)
+
+
+@pytest.mark.parametrize("given_up_after", range(len(SIZES)))
+@pytest.mark.parametrize("steps", [0, 2], ids=["the first step", "a later step"])
+def test_a_step_that_is_given_up_starts_the_same_exchanges_in_the_same_order(given_up_after: int, steps: int) -> None:
+    """Process groups and MPI match collectives by their order."""
+    # In the first step gradients come in the reverse order of the model. Later DDP may hand them over in another one.
+    order = [*reversed(SIZES)] if steps == 0 else ["third", "bias", "last", "first", "scale", "second"]
+    (whole, expected), (driver, transport) = made(), made()
+    for one in (whole, driver):
+        for _ in range(steps):
+            run(one, order)
+    run(whole, order)
+    kept = driver.state_dict()
+    run(driver, order, given_up_after)
+    assert transport.started == expected.started and len(expected.started) == 5 * (steps + 1)
+    assert driver.step is None
+    for name, residual in kept["residuals"].items():
+        np.testing.assert_allclose(driver.state_dict()["residuals"][name], residual, rtol=0, atol=1e-6)
+    run(driver, order)
+    np.testing.assert_equal(transport.started[-5:], expected.started[-5:])
+
+
+def test_the_state_of_parameters_that_come_later_waits_for_them() -> None:
+    driver, _ = made()
+    run(driver, SIZES)
+    state = driver.state_dict()
+    early = ["first", "bias", "second"]
+    resumed, _ = made(early, later=SIZES, state=state)
+    assert resumed.feedback is not None and resumed.feedback.residuals.shapes.keys() == {"first", "second"}
+    np.testing.assert_equal(resumed.state_dict(), state)
+    resumed.extend([Parameter("third", (500,), "float32", "cpu")], GRADIENTS, later=SIZES)
+    np.testing.assert_array_equal(resumed.feedback.residuals.views["third"], state["residuals"]["third"])
+    np.testing.assert_equal(resumed.state_dict(), state)
+    with pytest.raises(ValueError, match=r"the state that was loaded does not fit.*unexpected: \['last', 'third'\]"):
+        made(early, state=state)
