@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from backend import ORACLE, Backend
-from worker import Worker
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
@@ -56,7 +55,8 @@ BACKENDS = [
 ]
 
 
-WITH_OPERATIONS = [backend for backend in BACKENDS if backend.worker is Worker]
+WITH_OPERATIONS = [backend for backend in BACKENDS if backend.name != "tensorflow"]
+"""Not those whose arrays are never written to."""
 """Those with array operations of their own."""
 
 

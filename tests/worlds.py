@@ -200,7 +200,7 @@ class World:
         return written
 
     def run_given_up(self, step: Step, gone: int, arrived: int) -> list[list[str]]:
-        """A step that one rank gives up when `arrived` parameters have arrived. Return the parameters of each rank."""
+        """A step that one rank gives up when `arrived` parameters have arrived. Return what each rank has added."""
         flat = [(bucket, name) for bucket in self.buckets(step) for name in self.names_in(bucket, step)]
         reached = [[name for _, name in (flat[:arrived] if rank == gone else flat)] for rank in range(self.world)]
         for pipeline in self.pipelines:
@@ -218,10 +218,15 @@ class World:
             else:
                 self.arrive(rank, [DENSE], step)
         self.exchange_dense()
-        return reached
+        return self.added(reached)
+
+    def added(self, reached: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Return what residuals have of what has arrived: these arrays are small, and wait until their bucket is complete."""
+        slots = {name: set(bucket.slots) for bucket in self.pipelines[0].buckets for name in bucket.slots}
+        return [[name for name in names if slots[name].issubset(names)] for names in reached]
 
     def run_in_part(self, step: Step, arrived: Sequence[int], exchanged: int, *, begun: bool) -> list[list[str]]:
-        """A step that stops when `arrived` parameters have arrived on each rank. Return their names.
+        """A step that stops when `arrived` parameters have arrived on each rank. Return the names of those that were added.
 
         `exchanged` buckets that are complete on all ranks are exchanged, and the others are begun, if they are at all.
         """
@@ -242,7 +247,7 @@ class World:
                 ready = [(one, one.buckets[bucket]) for one, done in zip(self.pipelines, complete, strict=True) if done]
                 requests = [worker.sending(one).begin() for worker, one in ready]
                 assert not requests or collective(self.case.backend, requests)
-        return reached
+        return self.added(reached)
 
     # --- what it holds ---
 
