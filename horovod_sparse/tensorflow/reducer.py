@@ -68,17 +68,19 @@ class Reducer:
         self._dtypes: dict[str, Any] = {}
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self.sparse: list[str] = []
-        # The gradients of embeddings have a different number of rows in every step.
+        is_member = self._process_set.included()
         self.driver = HostDriver(
             compressor,
             self._collectives,
-            world=self._process_set.size(),
-            position=self._process_set.rank(),
+            # Horovod raises where the process is not in the set.
+            world=self._process_set.size() if is_member else 1,
+            position=self._process_set.rank() if is_member else 0,
             rank=mpi_ops.rank(),
             averages=reduction.averages,
         )
+        # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
-        self.active = self._process_set.included() and compresses(self._process_set.size())
+        self.active = is_member and compresses(self._process_set.size())
         compressor.bind(self)
 
     # --- gradients in, reduced gradients out ---

@@ -1,7 +1,7 @@
 """Distributed optimizers with a `keras.optimizers.LossScaleOptimizer`, which may be inside of them or around them.
 
 It looks whether gradients are finite, and leaves out the step if they are not. It must look at reduced gradients, so that all
-ranks do the same. Residuals are kept without the scale (`Pipeline.start_step`).
+ranks do the same. Residuals are kept without the scale (`core.step.Step`).
 """
 
 from __future__ import annotations
