@@ -96,3 +96,17 @@ def test_the_state_of_parameters_that_come_later_waits_for_them() -> None:
     np.testing.assert_equal(resumed.state_dict(), state)
     with pytest.raises(ValueError, match=r"the state that was loaded does not fit.*unexpected: \['last', 'third'\]"):
         made(early, state=state)
+
+
+def test_a_step_that_an_exception_has_left_has_never_been() -> None:
+    driver, _ = made()
+    run(driver, SIZES)
+    kept = driver.state_dict()
+    driver.begin()
+    driver.add("first", GRADIENTS["first"])
+    with pytest.raises(RuntimeError, match="'first' arrived twice"):
+        driver.add("first", GRADIENTS["first"])
+    driver.begin()
+    assert driver.feedback is not None
+    for name, residual in kept["residuals"].items():
+        np.testing.assert_allclose(driver.feedback.residuals.views[name], residual, rtol=0, atol=1e-6)

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from horovod_sparse.core.layout import Layout, Parameter
+
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
 
-from horovod_sparse.core.layout import Layout, Parameter  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import TopK  # noqa: E402
 

@@ -57,8 +57,9 @@ class Driver(Store):
         self.feedback, self.step, self.sparse, self._order = None, None, (), []
 
     def begin(self, gradients: Iterable[Array] = (), scale: float = 1.0) -> Step:
-        """Begin a step, before its first gradient is added: see `Step`."""
+        """Begin a step, before its first gradient is added: see `Step`. One that an exception has left has never been."""
         assert self.feedback is not None
+        self.drop()
         self.step = Step(self.feedback, gradients, scale)
         return self.step
 

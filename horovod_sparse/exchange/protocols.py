@@ -38,10 +38,6 @@ class Collective(NamedTuple):
     message: Array
     """This rank's message, of the same shape on every rank. The adapter may reduce it in place."""
 
-    def bytes_sent(self, world: int) -> float:
-        """Return the bytes that this rank sends."""
-        return bytes_sent(self.kind, self.message.nbytes, world)
-
 
 class Round(NamedTuple):
     """What is known of one collective of an exchange before its first step."""

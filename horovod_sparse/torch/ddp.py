@@ -130,7 +130,7 @@ class DDPSource(TensorSource):
         backward = torch._C._current_graph_task_id()
         if self._promised and backward != self._backward:
             # Backward was interrupted.
-            self.settle("reduce")
+            self.give_up()
         self._backward = backward
 
     def _check(self, bucket: Any) -> None:
@@ -189,7 +189,7 @@ class DDPSource(TensorSource):
         if self._used is not None:
             self._used.clear()
 
-    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+    def give_up(self) -> None:
         # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
-        super().settle(call, state)
+        super().give_up()
         self._forget()

@@ -80,7 +80,6 @@ class HorovodSource(TensorSource):
         """Forget the step that has begun, on this rank alone."""
         self.driver.drop()
         self._forget()
-        self.optimizer._synchronized = False
 
     # --- gradients in: called from hooks, never waits for another rank unless backward was interrupted ---
 
@@ -262,7 +261,6 @@ class HorovodSource(TensorSource):
         optimizer._synchronized = False
 
     def give_up(self) -> None:
-        """Give up the step that has begun, on all ranks."""
         step = self.driver.step
         if step is not None and not step.feedback.is_broken:
             for parameter in self._sparse:
@@ -273,7 +271,7 @@ class HorovodSource(TensorSource):
                     step.fail()
             for wait in self._waits.values():
                 wait()
-        self.driver.give_up()
+        super().give_up()
         self._forget()
 
     def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
@@ -286,7 +284,6 @@ class HorovodSource(TensorSource):
             # Find a wrong state when it is loaded, not in the middle of the first step.
             sparse, served = state.get("sparse", ()), self._served()
             self.driver.check(state, {name: tuple(one.shape) for one, name in served.items() if name not in sparse})
-        self.give_up()
         super().settle(call, state)
 
     def check_unchanged(self) -> None:

@@ -132,11 +132,16 @@ class TensorSource(ABC):
             target.copy_(flat.view(target.shape))
 
     def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
-        """End a step that has begun: see `Settle`."""
+        """Give up a step that has begun, and do nothing if none has: see `Settle`."""
         if call == "rescale" and self.scaler is not None:
             raise RuntimeError(
                 "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
             )
+        if self.driver.step is not None:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Give up the step that has begun, on all ranks."""
         self.driver.give_up()
 
     # --- parameters ---

@@ -535,19 +535,22 @@ def not_a_number_on_one_rank_comes_out_on_all() -> None:
     assert all(bool(one.isfinite().all()) for one in model.parameters())
 
 
+class Raises(torch.optim.AdamW):
+    """Raises when it has moved the parameters, if it `raises`."""
+
+    raises = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.raises:
+            raise ArithmeticError("half-way")
+        return result
+
+
 @scenario(*PAIR, cases={"one, every step": ((1,), 1), "all, every step": ((0, 1), 1), "one, every third": ((1,), 3)})
 def a_step_that_raises_and_is_caught_raises_on_all(ranks: tuple[int, ...], every: int) -> None:
     """Parameters are those of the last exchange then, and training goes on."""
-
-    class Raises(torch.optim.AdamW):
-        raises = False
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if self.raises:
-                raise ArithmeticError("half-way")
-            return result
 
     model = net()
     optimizer = Raises(model.parameters(), lr=5e-3)

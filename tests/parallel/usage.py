@@ -450,6 +450,32 @@ def a_rank_that_gives_up_takes_part_in_the_reduction_of_embeddings() -> None:
     assert compression.steps == 5
 
 
+@scenario(*PAIR)
+def saving_changes_nothing() -> None:
+    """Between the passes of one step, after the reduction, and between two steps."""
+    models = []
+    for saves in (False, True):
+        model, compression = small_model(), TopK(0.02, granularity=BUCKET_BYTES, warmup=None)
+        optimizer = wrap(model, compression, backward_passes_per_step=2)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, 2 * step).backward()
+            if saves:
+                compression.state_dict()
+            loss_of(model, 2 * step + 1).backward()
+            optimizer.synchronize()
+            if saves:
+                compression.state_dict()
+            # It does not reduce a second time.
+            optimizer.step()
+            if saves:
+                compression.state_dict()
+        models.append(model)
+        assert_identical(model)
+        assert compression.steps == 6
+    assert all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in models), strict=True))
+
+
 @scenario(*PAIR, cases={"load": (False,), "reset": (True,)})
 def after_an_exception_while_it_waits_a_compression_refuses_to_go_on(resets: bool) -> None:
     """Until all ranks load a state, or begin anew."""

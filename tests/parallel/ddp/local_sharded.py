@@ -139,18 +139,8 @@ def a_step_that_one_replica_leaves_out_moves_by_the_others(how: str) -> None:
 def a_step_that_raises_in_one_shard_raises_on_all_ranks(every: int) -> None:
     """Parameters are those of the last exchange then, and training goes on."""
 
-    class Raises(torch.optim.AdamW):
-        raises = False
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if self.raises:
-                raise ArithmeticError("half-way")
-            return result
-
     model = sharded(programs.net())
-    optimizer, way = Raises(model.parameters(), lr=5e-3), SHARDED.way(ADAMW, sparse)
+    optimizer, way = programs.Raises(model.parameters(), lr=5e-3), SHARDED.way(ADAMW, sparse)
     local = LocalUpdates(optimizer, model, sparse(), every=every, group=SHARDED.group())
     way.train(local, model, range(2 * every))
     before = digest(here(model))
