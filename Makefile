@@ -64,7 +64,7 @@ lint: setup ## ruff: style and layout; shellcheck and hadolint, which are publis
 types: setup ## mypy
 	$(bin)/mypy --cache-dir .mypy_cache/package horovod_sparse
 	for folder in examples benchmarks studies docs ci "tests --disable-error-code union-attr --cache-dir .mypy_cache/tests"; do \
-		MYPYPATH=.:benchmarks:examples:studies:docs:tests $(bin)/mypy --follow-imports silent --allow-untyped-calls \
+		MYPYPATH=.:benchmarks:examples:studies:docs $(bin)/mypy --follow-imports silent --allow-untyped-calls \
 			--allow-untyped-decorators --allow-subclassing-any --implicit-reexport --no-warn-return-any $$folder || exit 1; \
 	done
 

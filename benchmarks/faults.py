@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import markdown
-from parallel.injected import FAULTS, LAUNCHES, MOMENTS, SHOWN, Fault, run
-from parallel.launch import Launch
+
+from tests.harness.launch import Launch
+from tests.parallel.injected import FAULTS, LAUNCHES, MOMENTS, SHOWN, Fault, run
 
 NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 

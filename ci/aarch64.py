@@ -26,7 +26,7 @@ FOREIGN = (
     *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libffi8", "libbz2-1.0", "liblzma5", "libuuid1"),
 )
 WHEELS = ("numpy", "scipy", "cffi", "pytest", "pytest-xdist", "hypothesis")
-TESTS = ("tests/test_kernels.py", "tests/test_variants.py")
+TESTS = ("tests/kernels/test_ops.py", "tests/kernels/test_variants.py")
 
 
 def run(command: Sequence[object], folder: Path = ROOT) -> None:

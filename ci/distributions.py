@@ -25,8 +25,27 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_native.*", "*.o", "*-output")
 MPI4PY = ("-m", "mpi4py")
 CORE = (
-    *("arguments", "backends", "layout", "cost", "momentum", "fits", "kernels", "cached", "laws"),
-    *("micro", "schedules", "selectors", "contraction", "sidco", "controllers", "state", "wire"),
+    *(
+        "compressors/checks",
+        "compressors/backends",
+        "core/layout",
+        "exchange/cost",
+        "compressors/momentum",
+        "estimation/fits",
+        "kernels/ops",
+        "kernels/tracked",
+        "compressors/laws",
+    ),
+    *(
+        "compressors/micro",
+        "compressors/schedules",
+        "compressors/selectors",
+        "compressors/contraction",
+        "compressors/sidco",
+        "estimation/controllers",
+        "core/state",
+        "exchange/wire",
+    ),
 )
 """Tests that need none of the frameworks, and run over the array operations of those that are there."""
 
@@ -52,25 +71,25 @@ INSTALLATIONS = {
     "torch": Installation(
         "torch,horovod,bench",
         ("torch", "horovod"),
-        ("pool", "ops", "pipeline", "random", "seam", "torch_compressors"),
+        ("kernels/pool", "ops/protocol", "core/feedback", "compressors/draws", "torch/seam", "torch/compressors"),
         ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
     ),
     "ddp": Installation(
         "torch,bench",
         ("torch",),
-        ("hook", "pool", "ops", "pipeline"),
+        ("torch/hook", "kernels/pool", "ops/protocol", "core/feedback"),
         ("examples/demo.py", "--transport", "ddp", "--epochs", "1"),
     ),
     "tensorflow": Installation(
         "tensorflow-cpu,horovod,bench",
         ("tensorflow", "keras", "horovod"),
-        ("tensorflow_host", "tensorflow_seam"),
+        ("tensorflow/host", "tensorflow/seam"),
         ("examples/demo.py", "--framework", "tensorflow", "--epochs", "1"),
     ),
     "numpy": Installation(
         "mpi,bench",
         ("mpi4py",),
-        ("numpy_allreduce",),
+        ("numpy/allreduce",),
         (*MPI4PY, "examples/numpy_logistic.py", "--epochs", "1"),
         launched=True,
     ),
@@ -178,8 +197,8 @@ def check_installation(
     assert compiled == str(installation.compiled), f"{name}: expected compiled kernels: {installation.compiled}"
     assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
     # What `cached` is about are notes of the kernels.
-    core = [test for test in CORE if installation.compiled or test != "cached"]
-    tests = [f"tests/test_{test}.py" for test in (*core, *installation.tests)]
+    core = [test for test in CORE if installation.compiled or test != "kernels/tracked"]
+    tests = [f"tests/{test.replace('/', '/test_')}.py" for test in (*core, *installation.tests)]
     # Without conftest.py, hypothesis would take an example for wrong that a busy machine takes long for.
     pytest = ("-m", "pytest", "-q", "--hypothesis-profile", "ci")
     print(run(python, *pytest, *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)

@@ -184,7 +184,7 @@ def mend_torchvision(python: Path, site: Path) -> None:
 def run_examples(python: Path) -> None:
     """Run the tests of the examples that need more than `make setup` installs."""
     chosen = ("-q", "-k", "(resumed or without_data) and (resnet or gpt2)", "-p", "no:cacheprovider")
-    print(run(python, "-m", "pytest", "tests/test_examples.py", *chosen, cwd=ROOT, limit=900), flush=True)
+    print(run(python, "-m", "pytest", "tests/project/test_examples.py", *chosen, cwd=ROOT, limit=900), flush=True)
 
 
 def script(page: str, marks: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ import copy
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -36,42 +37,46 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "horovod_sparse"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
-TESTS = {
-    "core/feedback": "pipeline step laws momentum numpy_allreduce random machine",
-    "core/step": "pipeline step laws momentum numpy_allreduce random machine",
-    "core/sending": "pipeline step laws momentum numpy_allreduce random machine",
-    "core/bucket": "pipeline step laws momentum numpy_allreduce machine",
-    "core/selector": "pipeline laws momentum cached machine",
-    "core/intake": "momentum pipeline laws machine",
-    "core/residuals": "pipeline state step machine",
-    "core/state": "pipeline state numpy_allreduce momentum laws machine",
-    "exchange/pairs": "wire pipeline laws machine exchanges",
-    "exchange/protocols": "wire pipeline laws momentum random micro exchanges machine",
-    "exchange/received": "wire pipeline laws random machine",
-    "exchange/union": "wire pipeline laws micro exchanges",
-    "exchange/wire": "wire ops pipeline laws",
-    "estimation/controllers": "controllers sidco laws",
-    "kernels/memory": "kernels ops backends",
-    "kernels/ops": "kernels ops wire backends",
-    "kernels/tracked": "cached kernels laws",
-    "compressors/base": "arguments pipeline laws schedules selectors momentum torch_compressors state",
-    "compressors/dgc": "selectors arguments laws momentum",
-    "compressors/draws": "random selectors laws",
-    "compressors/micro": "micro selectors arguments laws",
-    "compressors/momentum": "arguments momentum pipeline laws",
-    "compressors/randomblock": "random selectors arguments laws",
-    "compressors/randomk": "random selectors arguments laws",
-    "compressors/schedules": "schedules arguments laws",
-    "compressors/sidco": "sidco selectors arguments controllers laws",
-    "compressors/topk": "selectors arguments laws micro",
+FOLDERS = {
+    "core": "core/feedback core/step core/state compressors/laws compressors/momentum numpy/allreduce core/machine",
+    "exchange": "exchange/wire exchange/protocols core/feedback compressors/laws compressors/micro core/machine",
+    "estimation": "compressors/sidco compressors/laws",
+    "kernels": "kernels/ops kernels/tracked ops/protocol exchange/wire compressors/backends",
+    "compressors": "compressors/checks compressors/laws compressors/momentum core/feedback core/state",
 }
-"""The mutated modules, and the tests that are theirs. Where all backends run the same code, that they agree says nothing."""
+"""The mutated folders, and the tests that follow a module's own. Where all backends run the same code, that they agree says
+nothing."""
+LEFT_ALONE = ("core/binding", "core/stock", "core/transport", "kernels/build")
+"""What these do shows in adapters, and in installed packages."""
+MODULES = [
+    f"{folder}/{path.stem}"
+    for folder in FOLDERS
+    for path in sorted((ROOT / PACKAGE / folder).glob("[a-z]*.py"))
+    if f"{folder}/{path.stem}" not in LEFT_ALONE
+]
 
-for _path in sorted((ROOT / PACKAGE / "compressors").glob("[a-z]*.py")):
-    TESTS.setdefault(f"compressors/{_path.stem}", "selectors arguments laws")
 
-SLOW_TO_IMPORT = ("conftest", "horovod.torch", "hypothesis.extra.numpy", "pytest", "scipy.stats", "tensorflow", "torch")
-"""In this order: `conftest` imports Triton, which must come before TensorFlow."""
+def tests_of(module: str) -> list[str]:
+    """The files that test a module: first the one of its name, or those that its docstring says; then its folder's."""
+    folder, name = module.split("/")
+    own = f"tests/{folder}/test_{name}.py"
+    said = re.findall(
+        r"tests/\w+/test_\w+\.py", ast.get_docstring(ast.parse((ROOT / PACKAGE / f"{module}.py").read_text())) or ""
+    )
+    others = [f"tests/{one.replace('/', '/test_')}.py" for one in FOLDERS[folder].split()]
+    return list(dict.fromkeys([*([own] if (ROOT / own).exists() else said), *others]))
+
+
+SLOW_TO_IMPORT = (
+    "tests.conftest",
+    "horovod.torch",
+    "hypothesis.extra.numpy",
+    "pytest",
+    "scipy.stats",
+    "tensorflow",
+    "torch",
+)
+"""In this order: `tests.conftest` imports Triton, which must come before TensorFlow."""
 
 NOTICED, SURVIVED, TIMED_OUT = "noticed", "survived", "timed out"
 _PATIENCE = 5
@@ -243,7 +248,7 @@ def judge(folder: Path, mutant: Mutant, limit: float) -> Outcome:
     source = path.read_text(encoding="utf-8")
     path.write_text(mutate(mutant.module, source, mutant.number)[1], encoding="utf-8")
     began = time.monotonic()
-    tests = [f"tests/test_{name}.py" for name in TESTS[mutant.module].split()]
+    tests = tests_of(mutant.module)
     try:
         quick = run_tests(folder, tests, QUICK, limit)
         full = run_tests(folder, tests, FULL, limit) if quick == SURVIVED else quick
@@ -259,12 +264,12 @@ def prepare(folder: Path) -> None:
     # Nothing of the package, and none of the places where it is installed, may be found before the copy.
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     sys.dont_write_bytecode = True
-    sys.path[:0] = [str(folder), str(folder / "tests")]
+    sys.path.insert(0, str(folder))
     for name in SLOW_TO_IMPORT:
         import_module(name)
 
-    for name in ("conftest", "parallel", "parallel.launch"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
     assert not any(name.split(".")[0] == PACKAGE for name in sys.modules), "the mutant must be what is imported"
 
 
@@ -274,7 +279,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of the processor for a mutant's tests")
     parser.add_argument(
-        "--modules", nargs="+", choices=TESTS, default=[*TESTS], metavar="MODULE", help="of the package"
+        "--modules", nargs="+", choices=MODULES, default=MODULES, metavar="MODULE", help="of the package"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
@@ -283,7 +288,7 @@ def main() -> int:
         folder = Path(name)
         prepare(folder)
         results = []
-        every = sorted({f"tests/test_{test}.py" for module in options.modules for test in TESTS[module].split()})
+        every = sorted({test for module in options.modules for test in tests_of(module)})
         if run_tests(folder, every, QUICK, 4 * options.limit) != SURVIVED:
             print(f"the tests must pass on the package as it is:\n{(folder / 'output').read_text()[-3000:]}")
             return 1

@@ -53,8 +53,8 @@ def test(arguments: list[str]) -> int:
     sys.modules[MODULE] = util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[MODULE])
     # A report goes to standard error and ends the process: pytest must not keep it to itself.
-    sys.path.insert(0, str(ROOT / "tests"))
-    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("kernels", "variants")]
+    sys.path.insert(0, str(ROOT))
+    tests = [str(ROOT / "tests" / "kernels" / f"test_{name}.py") for name in ("ops", "variants")]
     failed = pytest.main([*tests, "-q", "-s", *arguments])
     if not failed:
         fuzz_all(10**6, seed=0)
@@ -63,9 +63,9 @@ def test(arguments: list[str]) -> int:
 
 def fuzz_all(messages: int, seed: int) -> None:
     """Give damaged messages of all kinds to every backend, and print what became of them."""
-    from fuzz_messages import JUDGED, fuzz
-    from receivers import CASES
-    from table import WITH_OPERATIONS
+    from tests.harness.fuzz_messages import JUDGED, fuzz
+    from tests.harness.receivers import CASES
+    from tests.harness.table import WITH_OPERATIONS
 
     total: Counter[str] = Counter()
     begin = time.perf_counter()

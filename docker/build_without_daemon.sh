@@ -3,7 +3,7 @@
 #
 #   docker/build_without_daemon.sh [ARGUMENTS OF PYTEST]
 #
-#   ARGUMENTS       which tests to run, such as "tests/test_wire.py" or "-k seam" (default: all, about half an hour)
+#   ARGUMENTS       which tests to run, such as "tests/exchange/test_wire.py" or "-k seam" (default: all, about half an hour)
 #   BASE            a base image from a registry (default: one that debootstrap makes of Debian 12's packages)
 #   BUILD_OPTIONS   more options for the build, the same as Docker's; cpu.Dockerfile says which there are
 #   OUTPUT          a file for the image, which `docker load` and apptainer read (default: the image is not kept)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from parallel.launch import Launch, launcher_variables
+
+from tests.harness.launch import Launch, launcher_variables
 
 # Triton's kernels are interpreted, on the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -38,23 +39,23 @@ settings.load_profile("quick")
 
 QUICK_BACKENDS = ("numpy", "numpy-compiled", "torch")
 """Those that `make test` looks at; every one in this module, which is about what they have in common:"""
-EVERY_BACKEND = ("test_wire",)
+EVERY_BACKEND = ("exchange/test_wire",)
 
 
 ONE = sys.maxsize
 EVERY: dict[str, int] = {
-    "test_tensorflow_host": ONE,
-    "test_triton": ONE,
-    "test_triton_pipeline": ONE,
-    "test_micro": ONE,
-    "test_processes": ONE,
-    "test_backends": 5,
-    "test_docs": 4,
-    "test_momentum": 3,
-    "test_virtual": 3,
-    "test_laws": 4,
-    "test_kernels": 4,
-    "test_imports": 3,
+    "tensorflow/test_host": ONE,
+    "gpu/test_kernels": ONE,
+    "gpu/test_bucket": ONE,
+    "compressors/test_micro": ONE,
+    "parallel/test_processes": ONE,
+    "compressors/test_backends": 5,
+    "project/test_docs": 4,
+    "compressors/test_momentum": 3,
+    "numpy/test_virtual": 3,
+    "compressors/test_laws": 4,
+    "kernels/test_ops": 4,
+    "project/test_imports": 3,
 }
 """Of the cases of a test of these modules, which take long, `make test` runs every n-th, the first one included."""
 
@@ -63,11 +64,12 @@ EVERY: dict[str, int] = {
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
+        module = f"{item.path.parent.name}/{item.path.stem}"
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         name = str(parameters.get("backend", QUICK_BACKENDS[0]))
-        if name not in QUICK_BACKENDS and item.path.stem not in EVERY_BACKEND:
+        if name not in QUICK_BACKENDS and module not in EVERY_BACKEND:
             item.add_marker(pytest.mark.full)
-        every = EVERY.get(item.path.stem, 1)
+        every = EVERY.get(module, 1)
         if every > 1 and item.get_closest_marker("full") is None:
             test = item.path, item.originalname
             if seen[test] % every:

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from backend import ORACLE
-from driver import dense_sum, end_step, exchange, make_pipeline
 from torch import Tensor, nn
 from torch.distributed import is_torchelastic_launched
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from worker import Worker
 
 import horovod_sparse.torch as adapter
+from tests.harness.backend import ORACLE
+from tests.harness.makers import MakeCompression, makers
+from tests.harness.worker import Worker
+from tests.harness.workers import dense_sum, end_step, exchange, make_worker
 
 from .ddp import ranks
-from .makers import MakeCompression, makers
 from .scenario import normals as normals
 from .scenario import raised as raised
 from .scenario import selected as selected
@@ -188,27 +188,27 @@ def gradient_of(parameter: Tensor) -> np.ndarray:
 
 
 class Oracle:
-    """All ranks' pipelines, in NumPy and in this process."""
+    """All ranks' workers, in NumPy and in this process."""
 
     def __init__(self, compression: Any, shapes: Mapping[str, Sequence[int]], world: int) -> None:
-        self.pipelines: list[Worker] = [
-            make_pipeline(ORACLE, compression, shapes, world=world, position=position) for position in range(world)
+        self.workers: list[Worker] = [
+            make_worker(ORACLE, compression, shapes, world=world, position=position) for position in range(world)
         ]
 
     def reduce(self, gradients: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """The mean of all ranks' gradients, as it is after one step."""
-        world, first = len(self.pipelines), self.pipelines[0]
-        for pipeline, local in zip(self.pipelines, gradients, strict=True):
-            pipeline.start_step(local.values())
+        world, first = len(self.workers), self.workers[0]
+        for worker, local in zip(self.workers, gradients, strict=True):
+            worker.start_step(local.values())
             for name, gradient in local.items():
-                pipeline.arrive(name, gradient)
+                worker.arrive(name, gradient)
         reduced: dict[str, np.ndarray] = {}
-        for buckets in zip(*(pipeline.buckets for pipeline in self.pipelines), strict=True):
-            for name, parts in exchange(ORACLE, self.pipelines, buckets, float(world))[0].items():
+        for buckets in zip(*(worker.buckets for worker in self.workers), strict=True):
+            for name, parts in exchange(ORACLE, self.workers, buckets, float(world))[0].items():
                 slot = first.bucket_of[name].slots[name]
                 reduced[name] = dense_sum(parts, slot.numel).reshape(slot.shape)
-        for pipeline in self.pipelines:
-            end_step(pipeline)
+        for worker in self.workers:
+            end_step(worker)
         return reduced
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from .launch import Launch
+from tests.harness.launch import Launch
+
 from .session import Outcome, run_scenarios
 
 Outcomes = Callable[[Launch], dict[str, Outcome]]

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
-from stairs import Halving
 
 import horovod_sparse
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch import TopK, horovod
 from horovod_sparse.torch.exchange import Collectives
+from tests.harness.stairs import Halving
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, raised, small_model, train, wrap
 from .scenario import EVERYWHERE, PAIR, scenario, warned

@@ -1,6 +1,6 @@
 """What a worker of an elastic job does, with PyTorch. Workers kill themselves, and ask for others, in given steps.
 
-horovodrun ... python -m parallel.elastic HOSTS
+horovodrun ... python -m tests.parallel.elastic HOSTS
 
 HOSTS is the file that the discovery script prints. A host is a name of this machine that Horovod takes for another one.
 """

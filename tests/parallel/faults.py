@@ -1,6 +1,6 @@
 """A training in which one rank raises, exits or is killed at a chosen moment. It never ends well.
 
-python -m parallel.faults MOMENT ACTION FOLDER
+python -m tests.parallel.faults MOMENT ACTION FOLDER
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Alone, gradients are compressed with HOROVOD_SPARSE_FORCE=1; without it nothing happens to them.
 
-python -m parallel.imports FRAMEWORK CASE
+python -m tests.parallel.imports FRAMEWORK CASE
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .launch import Ended, Launch
+from tests.harness.launch import Ended, Launch
+
 from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
 
 VICTIM = 1
@@ -117,7 +118,7 @@ _ENDS = {"_exit": rf"Exit code: *{STATUS}\b", "kill": r"exited on\s+signal 9\b|E
 
 def run(launch: Launch, fault: Fault) -> Outcome:
     """Start a job, in which one rank has the fault, and wait for its end."""
-    module = "parallel.faults" if fault.framework == "torch" else "parallel.tf.faults"
+    module = "tests.parallel.faults" if fault.framework == "torch" else "tests.parallel.tf.faults"
     # Without Horovod's own end of stalls: the job has to end because of the fault.
     environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}
     with tempfile.TemporaryDirectory() as folder:

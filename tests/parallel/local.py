@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from driver import ExactLengths
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
 from horovod_sparse.torch.group import Group
+from tests.harness.workers import ExactLengths
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
 from .ddp.common import Exact
@@ -74,7 +74,7 @@ FORMULAS: dict[str, tuple[Any, ...]] = {
 
 @scenario(*EVERYWHERE, *TORCHRUN, cases=FORMULAS)
 def local_updates_follow_the_formulas(every: int, divides: bool, decay: float = 0.0) -> None:
-    """Every exchange is what they give with the NumPy pipelines of all workers. Decay moves no more than in dense training."""
+    """Every exchange is what they give with NumPy workers of all ranks. Decay moves no more than in dense training."""
     compressed = [name for name in SHAPES if name != SMALL]
     arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000, "warmup": 1.0}
     parameters, move, _ = make(sparse.TopK(**arguments), divides=divides, decay=decay, every=every)

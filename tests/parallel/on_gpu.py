@@ -1,6 +1,6 @@
 """Runs the scenarios of `torch.distributed` on a GPU that all ranks share, over NCCL.
 
-    python -m parallel.on_gpu [--ranks 2] [--only WORDS...] (in tests, with PyTorch for CUDA)
+    python -m tests.parallel.on_gpu [--ranks 2] [--only WORDS...] (in tests, with PyTorch for CUDA)
 
 What tests make is made on the GPU, and what they read is brought from there. What the package makes is left as it is: if that
 is on the wrong device, the scenario fails. NCCL takes each rank for a host of its own.
@@ -19,11 +19,12 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .launch import TESTS, Launch
+from tests.harness.launch import Launch
+from tests.harness.process import ROOT
 
 _LIBRARY = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = os.path.join(_LIBRARY, "optim") + os.sep
-_EXAMPLES = str(TESTS.parent / "examples") + os.sep
+_EXAMPLES = str(ROOT / "examples") + os.sep
 _LEFT_OUT = (
     # A GPU does not fit the stages before the last (docs/launching.md), so SIDCo sends other entries there than with NumPy.
     "the_hook_does_as_numpy_does[SIDCo",
@@ -42,7 +43,7 @@ def _from_tests() -> bool:
         if name == __file__ or (name.startswith(_LIBRARY) and not name.startswith(_OPTIMIZERS)):
             frame = frame.f_back
             continue
-        return name.startswith((str(TESTS), _EXAMPLES))
+        return name.startswith((str(ROOT / "tests"), _EXAMPLES))
     return False
 
 

@@ -1,6 +1,6 @@
 """Train alone. With HOROVOD_SPARSE_FORCE=1 the gradient is compressed for real, without it training is the stock one.
 
-python -m parallel.one_worker
+python -m tests.parallel.one_worker
 """
 
 from __future__ import annotations

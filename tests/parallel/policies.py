@@ -9,9 +9,10 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from stairs import Halving
 
 from horovod_sparse.torch import DGC, MomentumCorrection, Pairs, TopK, Union
+from tests.harness.makers import makers
+from tests.harness.stairs import Halving
 
 from .common import (
     COMPRESSORS,
@@ -28,7 +29,6 @@ from .common import (
     zeros,
 )
 from .exchange import COMPRESSED, SHAPES
-from .makers import makers
 from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, scenario, warned
 
 

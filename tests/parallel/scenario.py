@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch import Launch
+from tests.harness.launch import Launch
 
 MPI_2, MPI_4, MPI_5, GLOO_2 = Launch("mpirun", 2), Launch("mpirun", 4), Launch("mpirun", 5), Launch("horovodrun", 2)
 EVERYWHERE = (MPI_2, MPI_4, GLOO_2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .launch import Ended, Launch
+from tests.harness.launch import Ended, Launch
 
 LAUNCH_LIMIT = 1800.0
 """Seconds for all scenarios of a launch; a single one that hangs is ended much sooner, by its worker."""
@@ -41,7 +41,7 @@ def run_scenarios(launch: Launch, names: Sequence[str], directory: Path) -> dict
         part.mkdir(parents=True)
         chosen = part / "names.json"
         chosen.write_text(json.dumps(left), encoding="utf-8")
-        ended = launch.run("-m", "parallel.worker", launch.framework, str(part), str(chosen), limit=LAUNCH_LIMIT)
+        ended = launch.run("-m", "tests.parallel.worker", launch.framework, str(part), str(chosen), limit=LAUNCH_LIMIT)
         reached = _read(part, launch.ranks)
         if ended.code != 0:
             _blame(reached, left, launch.ranks, ended)

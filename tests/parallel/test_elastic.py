@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.launch import Launch
+
 from .elastic import FIRST_HOSTS, write_hosts
-from .launch import Launch
 
 pytestmark = [pytest.mark.parallel, pytest.mark.full]
 
@@ -27,7 +28,9 @@ def test_workers_die_and_come(tmp_path: Path) -> None:
     # With dynamic process sets, stock Horovod hangs when a worker has died.
     # Stock Horovod sometimes waits so long for a survivor that has noticed a death earlier.
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}
-    ended = launch.run("-m", "parallel.elastic", str(hosts), limit=LIMIT, environment=environment, options=options)
+    ended = launch.run(
+        "-m", "tests.parallel.elastic", str(hosts), limit=LIMIT, environment=environment, options=options
+    )
     assert ended.code == 0, str(ended)
     begun = re.findall(r"rank (\d) of (\d) begins at step (\d+)", ended.output)
     # Two workers; one is left; two more come; one dies.

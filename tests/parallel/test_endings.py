@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .launch import Launch
+from tests.harness.launch import Launch
+
 from .scenario import MPI_2, TF_2, TF_GLOO_2, TORCHRUN_4
 
 pytestmark = pytest.mark.parallel
@@ -25,7 +26,7 @@ def _run(launch: Launch, *module: str) -> str:
 
 @pytest.mark.full
 def test_stock_join_is_an_error_not_a_hang() -> None:
-    output = _run(MPI_2, "parallel.endings")
+    output = _run(MPI_2, "tests.parallel.endings")
     assert "AssertionError: hvd.join() was called while TopK(" in output
     assert "give all ranks equally many batches" in output
 
@@ -33,15 +34,15 @@ def test_stock_join_is_an_error_not_a_hang() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("launch", "case"), [(TF_2, "beside_buckets"), (TF_GLOO_2, "beside_an_embedding")], ids=str)
 def test_a_first_gradient_on_one_rank_is_an_error_not_a_hang(launch: Launch, case: str) -> None:
-    output = _run(launch, "parallel.tf.endings", case)
+    output = _run(launch, "tests.parallel.tf.endings", case)
     assert "rank 1: variables must get their first gradient in the same step on every rank" in output
 
 
 @pytest.mark.full
 def test_an_exception_in_fit_with_local_updates_ends_all() -> None:
-    assert "LookupError: rank 1 has enough" in _run(TF_2, "parallel.tf.endings", "in_fit")
+    assert "LookupError: rank 1 has enough" in _run(TF_2, "tests.parallel.tf.endings", "in_fit")
 
 
 @pytest.mark.full
 def test_a_rank_of_a_sharded_model_that_raises_ends_all() -> None:
-    assert "rank 1 has enough" in _run(TORCHRUN_4, "parallel.ddp.endings")
+    assert "rank 1 has enough" in _run(TORCHRUN_4, "tests.parallel.ddp.endings")

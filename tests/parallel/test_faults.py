@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.launch import Launch
+
 from .injected import FAULTS, LAUNCHES, Fault, run
-from .launch import Launch
 from .scenario import MPI_2
 
 pytestmark = pytest.mark.parallel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .launch import Launch
+from tests.harness.launch import Launch
+
 from .scenario import TF_2
 
 LIMIT = 120.0
@@ -27,25 +28,25 @@ def _printed(launch: Launch, *arguments: str, code: int = 0, **environment: str)
 )
 def test_order_of_imports(framework: str, case: str) -> None:
     """It decides what is replaced, and has nothing to do with the number of workers."""
-    assert " works" in _printed(ALONE, "parallel.imports", framework, case, HOROVOD_SPARSE_FORCE="1")
+    assert " works" in _printed(ALONE, "tests.parallel.imports", framework, case, HOROVOD_SPARSE_FORCE="1")
 
 
 @pytest.mark.full
 @pytest.mark.parallel
 def test_two_frameworks_in_one_process() -> None:
     """The one that was imported first reduces its gradients."""
-    output = _printed(TF_2, "parallel.imports", "torch", "tensorflow_last")
+    output = _printed(TF_2, "tests.parallel.imports", "torch", "tensorflow_last")
     assert output.count("tensorflow_last works") == 2, output
 
 
 def test_a_collective_begins_without_the_interpreters_lock() -> None:
     """Otherwise a process can wait for ever when another rank ends: see `release_gil` in docker/build_horovod.sh."""
-    assert "another thread ran" in _printed(ALONE, "parallel.unlocked")
+    assert "another thread ran" in _printed(ALONE, "tests.parallel.unlocked")
 
 
 @pytest.mark.parametrize("force", ["1", "0"])
 def test_one_worker_trains(force: str) -> None:
-    assert " works" in _printed(ALONE, "parallel.one_worker", HOROVOD_SPARSE_FORCE=force)
+    assert " works" in _printed(ALONE, "tests.parallel.one_worker", HOROVOD_SPARSE_FORCE=force)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,11 @@ def test_one_worker_trains(force: str) -> None:
     ],
 )
 def test_one_worker_reduces(framework: str, force: str, optimize: str) -> None:
-    case = ("parallel.imports", framework, "ours_only")
+    case = ("tests.parallel.imports", framework, "ours_only")
     assert " works" in _printed(ALONE, *case, HOROVOD_SPARSE_FORCE=force, PYTHONOPTIMIZE=optimize)
 
 
 @pytest.mark.full
 def test_a_tape_is_refused_in_an_elastic_job() -> None:
     text = "RuntimeError: compression must be hvd.Compression.none in an elastic job of TensorFlow, got TopK("
-    assert text in _printed(ALONE, "parallel.imports", "tensorflow", "ours_only", code=1, HOROVOD_ELASTIC="1")
+    assert text in _printed(ALONE, "tests.parallel.imports", "tensorflow", "ours_only", code=1, HOROVOD_ELASTIC="1")

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .launch import REPOSITORY, Launch
+from tests.harness.launch import Launch
+from tests.harness.process import ROOT
 
-sys.path.insert(0, str(REPOSITORY / "docs"))
+sys.path.insert(0, str(ROOT / "docs"))
 
 import pages
 
@@ -50,7 +51,7 @@ _PROBES = {
     "np.savez": {"parameters": "weights.values()", "compressor": "reduce", "rank": "comm.Get_rank()"},
 }
 """Of each script, by what it shows, in the order of the page: which of its names hold what is compared."""
-_PAGE = REPOSITORY / "docs" / "running.md"
+_PAGE = ROOT / "docs" / "running.md"
 SCRIPTS = dict(zip(_PROBES, (block for block in pages.blocks(_PAGE, "python") if block.launched), strict=True))
 
 Arrays = dict[str, np.ndarray]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.launch import Launch
+
 from .conftest import Outcomes
-from .launch import Launch
 from .scenario import MODULES, scenarios
 
 pytestmark = pytest.mark.parallel

@@ -1,6 +1,6 @@
 """Start collectives alone, while another thread waits for the interpreter's lock.
 
-python -m parallel.unlocked
+python -m tests.parallel.unlocked
 """
 
 from __future__ import annotations

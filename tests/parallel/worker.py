@@ -1,6 +1,6 @@
 """What every rank runs: scenarios, one after the other. Each outcome is written at once, so that a hang loses none.
 
-python -m parallel.worker FRAMEWORK DIRECTORY NAMES_FILE
+python -m tests.parallel.worker FRAMEWORK DIRECTORY NAMES_FILE
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def run(one: Scenario, record: TextIO, hvd: Any, seed: Callable[[int], object]) 
 
 def main(framework: str, directory: Path, names: list[str]) -> int:
     known = scenarios(framework)
-    hvd = import_module("parallel.ddp.ranks" if framework == "ddp" else f"horovod.{framework}")
+    hvd = import_module("tests.parallel.ddp.ranks" if framework == "ddp" else f"horovod.{framework}")
     library = import_module("tensorflow" if framework == "tensorflow" else "torch")
     seed = library.random.set_seed if framework == "tensorflow" else library.manual_seed
     if framework == "ddp" and hvd.DEVICE == "cuda":
-        import_module("parallel.on_gpu").install()
+        import_module("tests.parallel.on_gpu").install()
     hvd.init()
     record = (directory / f"rank{hvd.rank()}.jsonl").open("a", encoding="utf-8")
     # What the frameworks have made stays: looking through it after every scenario takes longer than most scenarios.

@@ -68,7 +68,7 @@ def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -
         for name, gradient in {**expected, "small": small}.items():
             # An allreduce adds in an order of its own.
             np.testing.assert_allclose(reduced[name], gradient, rtol=1e-6, atol=1e-6, err_msg=f"{name}, {step}")
-    mine, theirs = compression.stats().mean.total, oracle.pipelines[hvd.rank()].stats().mean.total
+    mine, theirs = compression.stats().mean.total, oracle.workers[hvd.rank()].stats().mean.total
     assert mine.count == theirs.count > 0
 
 

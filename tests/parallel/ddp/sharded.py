@@ -124,9 +124,9 @@ def shards_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
             reduced = parameter.grad.to_local().numpy()
             np.testing.assert_allclose(reduced, expected[name], tolerance, tolerance, err_msg=f"{name}, {step}")
         optimizer.step()
-    mine, theirs = compression.stats().mean.total, oracle.pipelines[replica(mesh)].stats().mean.total
+    mine, theirs = compression.stats().mean.total, oracle.workers[replica(mesh)].stats().mean.total
     assert mine.count == theirs.count > 0
-    residuals = oracle.pipelines[replica(mesh)].state_dict()["residuals"]
+    residuals = oracle.workers[replica(mesh)].state_dict()["residuals"]
     for name, residual in compression.state_dict()["residuals"].items():
         np.testing.assert_allclose(residual.numpy(), residuals[name], tolerance, tolerance)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from horovod_sparse.torch import SIDCo, TopK
+from tests.harness.launch import Launch
 
 from ..common import assert_identical, everyone, hvd, normals
-from ..launch import Launch
 from ..scenario import Scenario
 from .table import BOTH, DDP, HOROVOD, Way, named
 

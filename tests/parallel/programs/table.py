@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.torch import comm_hook, register
+from tests.harness.launch import Launch
 
 from ..common import IN_DDP, hvd
-from ..launch import Launch
 from ..scenario import MPI_2, TORCHRUN_2
 
 HOROVOD, DDP = (MPI_2,), (TORCHRUN_2,)

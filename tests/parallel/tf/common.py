@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 import horovod_sparse.tensorflow as adapter
+from tests.harness.makers import MakeCompression, makers
 
-from ..makers import MakeCompression, makers
 from ..scenario import normals as normals
 from ..scenario import raised as raised
 from ..scenario import selected as selected

@@ -1,6 +1,6 @@
 """What a rank does in launches with TensorFlow that must end by themselves, with an error that says why.
 
-python -m parallel.tf.endings CASE
+python -m tests.parallel.tf.endings CASE
 
 `beside_...`: a variable has its first gradient late, and on one rank only. The others are in several collectives of a step
 then. `in_fit`: a rank raises, and the others wait for its local updates.

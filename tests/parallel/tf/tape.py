@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
-from stairs import Halving, dense_until
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
@@ -24,6 +23,7 @@ from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, 
 from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import SparseAllreduce, Union
 from horovod_sparse.tensorflow import Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
+from tests.harness.stairs import Halving, dense_until
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
 from .common import (

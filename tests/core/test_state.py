@@ -1,0 +1,163 @@
+"""The state goes from one framework to the other."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytest
+
+from horovod_sparse.compressors import SIDCo, TopK
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.core.state import empty_state
+from horovod_sparse.core.store import Store
+from tests.harness.table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
+from tests.harness.worker import Worker
+from tests.harness.workers import make_worker, send, take_step
+
+PAIRS = list(itertools.pairwise([*BACKENDS, ORACLE]))
+"""Each backend takes over from one and hands over to one."""
+ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
+"""With velocities, an adaptive state with lists, and a threshold; `test_backends` sees that all save the same, for all."""
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda backend: str(backend))
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Backend, row: Row) -> None:
+    rng = np.random.default_rng(0)
+    one = make_worker(source, row.make(0.05), {"p": (20, 30)})
+    other = make_worker(target, row.make(0.05), {"p": (20, 30)})
+    for _ in range(3):
+        send(source, one, gradients("laplace", 600, rng).reshape(20, 30))
+    send(target, other, gradients("laplace", 600, rng).reshape(20, 30))
+    other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        gradient = gradients("laplace", 600, rng).reshape(20, 30)
+        expected, got = send(source, one, gradient), send(target, other, gradient)
+        np.testing.assert_array_equal(got.before, expected.before)
+        np.testing.assert_array_equal(got.indices, expected.indices)
+        np.testing.assert_array_equal(got.values, expected.values)
+
+
+SHAPES = {"p": (600,), "q": (500,)}
+
+
+def serve(compressor: Compressor, *names: str) -> Store:
+    """What adapters bind to a compressor, with buckets for some parameters."""
+    store = Store(compressor)
+    if names:
+        store.feedback = make_worker(ORACLE, compressor, {name: SHAPES[name] for name in names})
+    return store
+
+
+def given(step: int) -> dict[str, np.ndarray]:
+    return gradients_of(SHAPES, np.random.default_rng(step))
+
+
+def steps(compressor: Compressor, worker: Worker, first: int, last: int) -> list[Any]:
+    """What is sent of each parameter in some steps."""
+    rates = [0.1 * 0.8**step if compressor.lr_in_residual else None for step in range(last)]
+    return [take_step(ORACLE, [worker], [given(step)], rates[step]) for step in range(first, last)]
+
+
+def trained(compressor: Compressor) -> Worker:
+    worker = make_worker(ORACLE, compressor, SHAPES)
+    steps(compressor, worker, 0, 3)
+    return worker
+
+
+RESCALED = [row for row in COMPRESSORS if row.name in ("sidco-gamma-robust", "micro", "threshold", "topk", "dgc")]
+
+
+@pytest.mark.parametrize("lr_in_residual", [False, True])
+@pytest.mark.parametrize("row", RESCALED, ids=str)
+def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_in_residual: bool) -> None:
+    make = functools.partial(row.make, 0.05, lr_in_residual=lr_in_residual)
+    one, store = trained(make()), serve(make())
+    store.load(one.state_dict())
+    store.rescale(0.25)
+    one.rescale(0.25)
+    assert repr({**store.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
+    other = make_worker(ORACLE, store.compressor, SHAPES)
+    other.load_state_dict(store.state_dict())
+    np.testing.assert_equal(steps(make(), other, 3, 6), steps(make(), one, 3, 6))
+
+
+def test_a_deferred_state_is_a_copy() -> None:
+    store, state = serve(TopK(0.1, warmup=None)), trained(TopK(0.1, warmup=None)).state_dict()
+    kept = copy.deepcopy(state)
+    store.load(state)
+    state["residuals"]["p"][:] = 7.0
+    store.state_dict()["residuals"]["q"][:] = 7.0
+    store.rescale(2.0)
+    for name in SHAPES:
+        np.testing.assert_array_equal(store.state_dict()["residuals"][name], 2.0 * kept["residuals"][name])
+    store.reset()
+    assert store.state_dict() == empty_state()
+
+
+def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
+    state = trained(SIDCo(0.05, warmup=None)).state_dict()
+    store = serve(SIDCo(0.05, warmup=None), "p")
+    store.load_part(state, {"p"})
+    assert store.feedback is not None and store.deferred is not None
+    assert store.feedback.state_dict()["residuals"].keys() == {"p"} and store.deferred["residuals"].keys() == {"q"}
+    np.testing.assert_equal(store.state_dict(), {**state, "sparse": []})
+    store.rescale(4.0)
+    for name in SHAPES:
+        np.testing.assert_array_equal(store.state_dict()["residuals"][name], 4.0 * state["residuals"][name])
+    store.reset()
+    assert not store.state_dict()["residuals"]["p"].any() and store.deferred is None
+
+
+@pytest.mark.parametrize("names", ["pq", "q", ""])
+def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
+    state = trained(SIDCo(0.05, warmup=None)).state_dict()
+    store = serve(SIDCo(0.05, warmup=None), "p")
+    store.load_part(state, {"p"})
+    before = store.state_dict()
+    with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
+        store.load_part(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
+    np.testing.assert_equal(store.state_dict(), before)
+
+
+@dataclass
+class Remembering(BucketState):
+    """A state with a list, as the guide allows, and with an object."""
+
+    saved: ClassVar[tuple[str, ...]] = ("window",)
+    window: list[int] = field(default_factory=list)
+    others: dict[str, list[int]] = field(default_factory=dict)
+
+
+def test_copies_of_a_state_share_nothing_with_it() -> None:
+    state = Remembering(window=[1], others={"a": [1]})
+    copied, saved, loaded = state.copied(), state.state_dict(), Remembering()
+    loaded.load_state_dict(saved)
+    for one in (state, loaded):
+        one.window.append(2)
+    state.others["a"].append(2)
+    assert saved == {"step": 0, "window": [1]}
+    assert (state.window, loaded.window) == ([1, 2], [1, 2])
+    assert (copied.window, copied.others) == ([1], {"a": [1]})
+
+
+def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
+    saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
+    assert saved.feedback is not None
+    take_step(ORACLE, [cast(Worker, saved.feedback)], [given(0)], 0.5)
+    state = saved.state_dict()
+    other = serve(TopK(0.1, warmup=None), "p", "q")
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="state must be one with lr_in_residual=False, got one with"):
+        other.load(state)
+    assert repr(other.state_dict()) == repr(before)
+    same = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
+    with pytest.raises(ValueError, match="state must be one with lr_in_residual=True, got one with"):
+        same.load(before)
+    same.load(state)
+    np.testing.assert_array_equal(same.state_dict()["residuals"]["p"], state["residuals"]["p"])

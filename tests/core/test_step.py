@@ -1,0 +1,203 @@
+"""A step that does not succeed has never been: whatever ends it, what waits and what was learned are as before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Union
+from tests.harness.table import WITH_OPERATIONS, Backend
+from tests.harness.worker import Worker
+from tests.harness.workers import Reduced, exchange, make_workers, reduced_of
+
+pytestmark = [
+    pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str),
+    pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* the gradient of"),
+]
+SHAPES = {"weight": (40, 30), "kernel": (500,), "head": (77,)}
+"""The bucket of "weight" has a part of what waits; "kernel" and "head" share the other one."""
+DENSE = "bias"
+WORLD, SETTLED = 3, 3
+BUCKET_BYTES = 4096
+
+
+class Case(NamedTuple):
+    make: Callable[..., Compressor]
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    rates: tuple[float | None, float | None] = (None, None)
+    """The learning rates: of the steps before, and of the one that fails."""
+    scale: float = 1.0
+    """The scale of the loss."""
+    dtype: str = "float32"
+
+
+class Dense(TopK):
+    """Sends everything, as others do at the beginning of a warm-up."""
+
+    def first_sparse_step(self, world: int) -> int:
+        return 9
+
+
+MOMENTUM = MomentumCorrection(0.5)
+CASES = {
+    "pairs": Case(TopK),
+    "sidco": Case(SIDCo),
+    "layer": Case(SIDCo, {"granularity": "layer"}),
+    "momentum": Case(TopK, {"momentum": MOMENTUM}),
+    "nesterov": Case(DGC, {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)}),
+    "clipped": Case(DGC, {"clip": Clip(1.0, "model")}),
+    "clipped-layer": Case(SIDCo, {"clip": 1.0}),
+    "rates": Case(SIDCo, {"lr_in_residual": True}, (0.5, 0.1)),
+    "rates-zero": Case(TopK, {"lr_in_residual": True, "momentum": MOMENTUM}, (0.5, 0.0)),
+    "dense": Case(Dense),
+    "dense-momentum": Case(Dense, {"momentum": MOMENTUM}),
+    "union": Case(MiCRO),
+    "union-momentum": Case(TopK, {"exchange": Union(), "momentum": MOMENTUM}),
+    "shared": Case(RandomK),
+    "packed": Case(TopK, {"exchange": Pairs("packed")}),
+    "float64": Case(SIDCo, {"exchange": Pairs("packed")}, dtype="float64"),
+    "scaled": Case(SIDCo, scale=4.0),
+}
+
+
+class Workers:
+    """Several workers after some steps."""
+
+    def __init__(self, backend: Backend, name: str) -> None:
+        self.backend, self.case = backend, CASES[name]
+        compressor = self.case.make(0.1, **{"warmup": None, "granularity": BUCKET_BYTES, **self.case.settings})
+        self.workers: list[Worker] = make_workers(backend, compressor, SHAPES, WORLD, dtype=self.case.dtype)
+        layout = Layout.of([Parameter(DENSE, (5,), self.case.dtype, "cpu")])
+        for worker in self.workers:
+            worker.add_dense([layout], lambda name: backend.array(np.zeros(1, np.float32)))
+        for number in range(SETTLED):
+            self.step(number, self.case.rates[0])
+
+    def gradients(self, number: int, rank: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng((number, rank))
+        given = {
+            name: rng.laplace(size=shape).astype(self.case.dtype) for name, shape in {**SHAPES, DENSE: (5,)}.items()
+        }
+        return {name: gradient * gradient.dtype.type(self.case.scale) for name, gradient in given.items()}
+
+    def arrive(self, number: int, rate: float | None, bad: Mapping[int, str] | None = None) -> list[Any]:
+        """Let all gradients of a step arrive. On some ranks one of them is not finite. Return them: nothing else has them."""
+        everyone = []
+        for rank, worker in enumerate(self.workers):
+            given = self.gradients(number, rank)
+            if bad and rank in bad:
+                given[bad[rank]].flat[3] = np.nan
+            mine = {name: self.backend.array(gradient) for name, gradient in given.items()}
+            worker.start_step(mine.values(), self.case.scale)
+            for name, gradient in mine.items():
+                worker.arrive(name, gradient, rate)
+            everyone.append(mine)
+        return everyone
+
+    def exchange(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            exchange(self.backend, self.workers, [worker.all_buckets[number] for worker in self.workers])
+
+    def end(self) -> list[Reduced]:
+        results: list[Reduced] = []
+        for worker in self.workers:
+            result: Reduced = {}
+            worker.end_step(lambda slots, one, to=result: to.update(reduced_of(self.backend, slots, one)))  # type: ignore[misc]
+            results.append(result)
+        return results
+
+    def step(self, number: int, rate: float | None, bad: Mapping[int, str] | None = None) -> list[Reduced]:
+        kept = self.arrive(number, rate, bad)
+        self.exchange(range(len(self.workers[0].all_buckets)))
+        assert kept
+        return self.end()
+
+    def held(self) -> list[dict[str, Any]]:
+        """What every worker holds."""
+        return [
+            {**one.state_dict(), "tallies": repr([bucket.tally for bucket in one.buckets]), "steps": one.steps}
+            for one in self.workers
+        ]
+
+
+def check_never_been(workers: Workers, before: Sequence[Mapping[str, Any]], name: str) -> None:
+    """To rounding; with momentum, of which copies are kept, to the bit."""
+    numpy, exact = workers.backend.numpy, "momentum" in workers.case.settings
+    precision = np.finfo(workers.case.dtype).eps
+    for rank, (now, was) in enumerate(zip(workers.held(), before, strict=True)):
+        gradients = workers.gradients(SETTLED, rank)
+        for part in ("residuals", "velocities"):
+            assert now[part].keys() == was[part].keys()
+            for one, array in was[part].items():
+                old, new = numpy(array), numpy(now[part][one])
+                near = 0.0 if exact else 2 * precision * (np.abs(old) + np.abs(gradients[one]))
+                assert (np.abs(new - old) <= near).all(), (part, one)
+        for what in ("adaptive", "tallies", "steps", "learning_rates"):
+            assert now[what] == was[what], what
+    if exact:
+        other = Workers(workers.backend, name)
+        rate = workers.case.rates[0]
+        np.testing.assert_equal(workers.step(SETTLED + 1, rate), other.step(SETTLED + 1, rate))
+    for number in (2, 3):
+        for result in workers.step(SETTLED + number, workers.case.rates[0]):
+            assert all(parts is not None for parts in result.values())
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rates[1] != 0.0])
+@pytest.mark.parametrize(
+    "bad", [{1: "weight"}, {0: "head", 2: "kernel"}, {2: DENSE}], ids=["one rank", "two ranks", "dense"]
+)
+def test_a_gradient_that_is_not_finite(backend: Backend, name: str, bad: dict[int, str]) -> None:
+    """All ranks get NaN in its bucket, and what all others send is finite, but has never been."""
+    workers = Workers(backend, name)
+    before = workers.held()
+    results = workers.step(SETTLED, workers.case.rates[1], bad)
+    lost = {slot for one in bad.values() for slot in workers.workers[0].bucket_of[one].slots}
+    for result in results:
+        for one, parts in result.items():
+            if one == DENSE:
+                assert parts is not None
+                ((_, values),) = parts
+                assert np.isnan(values[3]) == (one in lost) and np.isfinite(np.delete(values, 3)).all()
+            else:
+                assert (parts is None) == (one in lost), one
+    check_never_been(workers, before, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("exchanged", [None, 0, 1], ids=["arrived", "begun", "exchanged in part"])
+def test_a_step_that_is_given_up_alone(backend: Backend, name: str, exchanged: int | None) -> None:
+    """`abort`, at different times."""
+    workers = Workers(backend, name)
+    before = workers.held()
+    kept = workers.arrive(SETTLED, workers.case.rates[1])
+    if exchanged is not None:
+        workers.exchange(range(exchanged))
+        for worker in workers.workers:
+            for bucket in worker.all_buckets[exchanged:]:
+                worker.sending(bucket).begin()
+    for worker in workers.workers:
+        worker.abort()
+        assert worker.step is None
+    assert kept
+    check_never_been(workers, before, name)
+
+
+def test_a_sum_that_overflows_stays_finite(backend: Backend) -> None:
+    """Also when the gradient is taken out again."""
+    (worker,) = make_workers(backend, TopK(0.01, warmup=None), {"p": (300,)}, 1)
+    huge = np.linspace(0.5, 0.9, 300, dtype=np.float32) * np.finfo(np.float32).max
+    results = []
+    for _ in range(2):
+        given = backend.array(huge)
+        worker.arrive("p", given)
+        exchange(backend, [worker], worker.buckets)
+        worker.end_step(lambda slots, reduced: results.append(reduced.sent is None))
+        assert np.isfinite(backend.numpy(worker.state_dict()["residuals"]["p"])).all()
+    assert results == [False, True] and worker.steps == 1

@@ -1,0 +1,483 @@
+"""Every Triton kernel, interpreted on the CPU, in lockstep with its twin in NumPy; then a bucket's whole step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from horovod_sparse.compressors import GaussianK, Threshold, TopK
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.plan import Stage
+from horovod_sparse.core.selector import Outcome
+from horovod_sparse.estimation import fits
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.kernels.gpu import threshold
+from horovod_sparse.kernels.gpu.bucket import DeviceBucket
+from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
+from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops.protocol import Momentum, Moving
+from horovod_sparse.torch import Union, device
+from horovod_sparse.torch.ops import TorchOps
+from tests.harness.process import python
+from tests.harness.table import gradients
+from tests.kernels.gpu import tl, triton
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ORACLE = NumpyOps()
+BLOCK, CHUNK, GROUPS = 64, 16, 2
+BY_SAMPLE = 2
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "topk": TopK,
+    "threshold": lambda ratio, **options: Threshold(2.0, ratio=ratio, **options),
+    "exponential": lambda ratio, **options: SIDCo(ratio, warmup=None, **options),
+    "gpareto": lambda ratio, **options: SIDCo(ratio, distribution="gpareto", stages=3, warmup=None, **options),
+    "one-stage": lambda ratio, **options: SIDCo(ratio, stages=1, warmup=None, **options),
+}
+for_all = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
+
+
+class Worker:
+    """One worker with one bucket, beside the oracle's residual."""
+
+    def __init__(self, compressor: Any, sizes: list[int], *, block: int = BLOCK, chunk: int = CHUNK) -> None:
+        self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
+        self.state = compressor.new_state()
+        self.residual = torch.zeros(sum(sizes))
+        self.rule, self.k = rule_of(compressor), compressor.target_count(sum(sizes))
+        assert self.rule is not None
+        of_tiles: Any = {"block": block, "chunk": chunk, "groups": GROUPS}
+        self.bucket = DeviceBucket(self.rule, self.residual, None, sizes, self.k / sum(sizes), **of_tiles)
+        self.capacity = compressor.message_capacity(sum(sizes), self.k, 1)
+
+    def accumulate(self, gradient: np.ndarray) -> np.ndarray:
+        """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
+        expected = self.residual.numpy().copy()
+        ORACLE.accumulate(expected, [(0, gradient)])
+        self.bucket.begin(self.state, Stage(range(1), self.k, self.capacity, Pairs(), False, 0.0))
+        for offset, end in itertools.pairwise(np.cumsum([0, *self.sizes]).tolist()):
+            slot = Slot("", offset, end - offset, (end - offset,))
+            self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], None, 1.0)
+        np.testing.assert_array_equal(self.residual.numpy(), expected)
+        return expected
+
+    def collected(self) -> tuple[int, int]:
+        """What candidates were collected by, and how many they were."""
+        by, count = self.bucket._words[6:8].tolist()
+        return by, count
+
+    def step(self, gradient: np.ndarray) -> Step:
+        """One step, and what always holds."""
+        before, request = self.accumulate(gradient), self.rule.request(self.state, self.k)
+        message = self.bucket.message().numpy()
+        outcome, numbers = self.bucket.finish(), self.bucket.numbers
+        self.state.step += 1
+        sent = outcome.sent
+        indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
+        assert (message[sent:] == [PADDING, 0]).all()
+        assert (np.diff(indices) > 0).all() and (indices >= 0).all()
+        restored = self.residual.numpy().copy()
+        restored[indices] += values
+        np.testing.assert_array_equal(restored, before, err_msg="sent + kept must be gradient + old residual")
+        return Step(before, indices, values, numbers, request)
+
+
+class Step(NamedTuple):
+    before: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray
+    numbers: Mapping[str, float]
+    request: Request
+
+
+def sums_of(bucket: DeviceBucket) -> dict[str, float]:
+    """What `accumulate` has left, added up over the tiles."""
+    rows = bucket._partials.numpy().reshape(len(SUMS), -1)
+    named = dict(zip(SUMS, rows, strict=True))
+    return {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
+
+
+def assert_sums(got: dict[str, float], x: np.ndarray, cut: float, floor: float, not_finite: int) -> None:
+    magnitudes = np.abs(x)
+    assert got["count"] == np.count_nonzero(x) and got["largest"] == magnitudes.max(initial=0.0)
+    assert got["candidates"] == np.count_nonzero(magnitudes > x.dtype.type(floor))
+    assert got["not_finite"] == not_finite
+    excesses = magnitudes[magnitudes > x.dtype.type(cut)].astype(np.float64) - np.float64(x.dtype.type(cut))
+    assert got["tail_count"] == excesses.size
+    assert got["tail_total"] == pytest.approx(excesses.sum(), rel=1e-12)
+    assert got["tail_squares"] == pytest.approx(excesses @ excesses, rel=1e-12)
+
+
+# --- accumulate ---
+
+
+class Measuring(Rule):
+    """A rule of which only the sums are wanted."""
+
+    measures = True
+
+    def __init__(self, cut: float, floor: float) -> None:
+        self.cut, self._floor = cut, floor
+
+    def request(self, state: Any, k: int) -> Request:
+        return Request("exponential", cut=self.cut)
+
+    def floor(self, state: BucketState, limit: float) -> float:
+        return self._floor
+
+
+NO_STATE: Any = None
+"""`Measuring` does not look at it."""
+
+
+def check_accumulate(
+    residual: np.ndarray,
+    gradient: torch.Tensor | None,
+    cut: float,
+    floor: float,
+    velocity: Any = None,
+    momentum: Momentum | None = None,
+    rate: float = 1.0,
+) -> None:
+    """The parameter stands between two others, at an offset that no vector is aligned with."""
+    buffer = torch.from_numpy(np.pad(residual, (3, 2), constant_values=9))
+    given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
+    expected, velocity = residual.copy(), np.zeros_like(residual) if velocity is None else velocity.copy()
+    moving = None if momentum is None else torch.from_numpy(np.pad(velocity, (3, 2)))
+    how = None if momentum is None else Moving(velocity, momentum)
+    (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
+    sizes = [3, residual.size, 2]
+    bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
+    bucket.begin(NO_STATE, Stage(range(1), 1, 1, Pairs(), False, 0.0))
+    bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], momentum, rate)
+    np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
+    if moving is not None:
+        np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
+    assert_sums(sums_of(bucket), expected, cut, floor, not_finite)
+    assert bucket._not_finite() == ([3] if not_finite else [])
+    above = np.flatnonzero(np.abs(expected) > residual.dtype.type(floor))
+    for tile in range(-(-residual.size // BLOCK)):
+        inside = above[(above >= tile * BLOCK) & (above < (tile + 1) * BLOCK)]
+        runs = np.unique(inside // RUN) * RUN + 3
+        assert bucket._found[1 + tile] == runs.size
+        slots = bucket._slots.view(-1, bucket._slots_each)[1 + tile][: runs.size].numpy()
+        np.testing.assert_array_equal(slots, runs[: bucket._slots_each])
+
+
+def sample(size: int, dtype: Any, seed: int, *, bad: bool = False) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    special = [0.0, -0.0, 0.5, -3.0, np.finfo(dtype).tiny, np.finfo(dtype).smallest_subnormal]
+    special += [np.nan, np.inf, -np.inf, np.finfo(dtype).max] * bad
+    return np.where(rng.uniform(size=size) < 0.6, rng.laplace(size=size), rng.choice(special, size)).astype(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 131])
+def test_accumulate(size: int) -> None:
+    for cut, floor in ((0.0, 0.5), (0.7, math.inf), (math.inf, 1e-45), (1e300, 2.0)):
+        gradient = torch.from_numpy(sample(size, np.float32, 1, bad=True))
+        check_accumulate(sample(size, np.float32, 0), gradient, cut, floor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "momentum", "rate"),
+    [
+        *((kind, None, 1.0) for kind in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+        *((kind, one, 0.3) for kind in (None, torch.float16) for one in (None, Momentum(0.9), Momentum(0.9, 0.8))),
+        *((torch.float32, one, 1.0) for one in (Momentum(0.9), Momentum(0.9, 0.8))),
+    ],
+    ids=str,
+)
+def test_accumulate_takes_gradients_of_every_type(kind: torch.dtype | None, momentum: Any, rate: float) -> None:
+    """Without a gradient it measures."""
+    gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
+    check_accumulate(sample(70, np.float32, 0), gradient, 0.5, 1.0, sample(70, np.float32, 2), momentum, rate)
+
+
+ANY = st.floats(width=32)
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0])
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_accumulate_whatever_the_gradient(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 80))
+    residual = data.draw(npst.arrays(np.float32, size, elements=FINITE))
+    gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(FINITE, ANY)))
+    check_accumulate(residual, torch.from_numpy(gradient), data.draw(st.sampled_from([0.0, 1.0, math.inf])), 1.5)
+
+
+# --- the scalar algebra ---
+
+
+@triton.jit
+def _fits(moments, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    lanes = tl.arange(0, SIZE)
+    mean, variance = tl.load(moments + lanes), tl.load(moments + SIZE + lanes)
+    ratio = tl.load(moments + 2 * SIZE + lanes)
+    tl.store(out + lanes, threshold.exponential(mean, ratio))
+    tl.store(out + SIZE + lanes, threshold.generalized_pareto(mean, variance, ratio))
+
+
+POSITIVE = st.floats(1e-30, 1e30)
+
+
+@given(st.lists(st.tuples(POSITIVE, st.floats(0.0, 1e4), st.floats(1e-9, 1.0)), min_size=8, max_size=8))
+def test_fits(rows: list[tuple[float, float, float]]) -> None:
+    moments = [(mean, mean * mean * spread, ratio) for mean, spread, ratio in [*rows, (0.0, 0.0, 0.5), (1.0, 1.0, 0.1)]]
+    # Variances that float64 does not hold.
+    moments += [(1e-170, 0.0, 0.1), (1e160, math.inf, 0.1), (1e160, math.nan, 0.1), (1e160, 0.0, 0.1)]
+    moments += [(1.0, math.inf, 0.1), (1e-160, 1e-300, 0.1)]
+    out = torch.zeros(2, 16, dtype=torch.float64)
+    _fits[(1,)](torch.tensor(moments, dtype=torch.float64).t().contiguous(), out, SIZE=16)
+    for (mean, variance, ratio), exponential, pareto in zip(moments, *out.tolist(), strict=True):
+        assert exponential == pytest.approx(fits.exponential(mean, ratio), rel=1e-12)
+        # exp(x) - 1 loses up to four digits near zero.
+        assert pareto == pytest.approx(fits.generalized_pareto(mean, variance, ratio), rel=1e-10)
+
+
+# --- a bucket's step ---
+
+
+def check_choice(worker: Worker, step: Step) -> None:
+    """The entries that the oracle would have chosen."""
+    x, k, capacity = step.before, worker.k, worker.capacity
+    numbers, request = step.numbers, step.request
+    if request.rule == "largest":
+        chosen = ORACLE.select_largest(x, k)
+    elif request.rule == "above":
+        chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
+        assert numbers["found"] == chosen.found
+    else:
+        sums, tail = ORACLE.measure(x), ORACLE.measure(x, request.cut)
+        aim = min(request.aim, sums.count - 1)
+        usable = aim < tail.count <= request.most_tail * sums.count
+        if sums.count <= k:
+            chosen = ORACLE.select_above(x, 0.0, capacity)
+        else:
+            assert bool(numbers["estimated"]) == usable
+            chosen = ORACLE.select_largest(x, k)
+            if usable:
+                fit = worker.compressor._tail_fit(tail, aim / tail.count)
+                threshold = fits.below_largest(sums.largest, request.cut + fit)
+                # Sums in another order move the threshold by its last digits, beyond entries that are next to it.
+                near = [ORACLE.select_above(x, threshold * (1 + by), capacity) for by in (-1e-12, 0.0, 1e-12)]
+                fitted = min(near, key=lambda one: abs(one.found - numbers["found"]))
+                assert numbers["found"] == fitted.found
+                if request.trust[0] <= fitted.found <= request.trust[1]:
+                    chosen = fitted
+                    if fitted.found <= capacity:
+                        assert numbers["limit"] == pytest.approx(float(x.dtype.type(threshold)), rel=1e-6)
+    np.testing.assert_array_equal(step.indices, chosen.indices)
+    np.testing.assert_array_equal(step.values, x[step.indices])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.full] if name == "one-stage" else [])
+        for name, make in COMPRESSORS.items()
+    ],
+)
+def test_steps(make: Any) -> None:
+    """Cold, warm, with candidates that do not suffice, and with tiles that hold more of them than slots."""
+    worker, rng = Worker(make(0.1), [70, 1, 90, 66]), np.random.default_rng(0)
+    assert worker.bucket._tiles_each > 1
+    exact: list[float] = []
+    for number in range(6):
+        scale = {2: 1e-3, 4: 100.0}.get(number, 1.0)
+        gradient = gradients("laplace", 227, rng) * np.float32(scale)
+        step = worker.step(gradient)
+        check_choice(worker, step)
+        exact.append(step.numbers["exact"])
+    assert int(worker.bucket._found.max()) > worker.bucket._slots_each
+    if make is COMPRESSORS["exponential"]:
+        assert 0.0 in exact and 1.0 in exact
+
+
+@for_all
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 20)
+def test_steps_whatever_the_gradient(make: Any, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 150))
+    first = data.draw(st.integers(0, size))
+    worker = Worker(make(data.draw(st.sampled_from([1.0, 0.3, 0.02]))), [first, size - first])
+    for _ in range(2):
+        check_choice(worker, worker.step(data.draw(npst.arrays(np.float32, size, elements=st.one_of(FEW, FINITE)))))
+
+
+def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
+    worker = Worker(TopK(0.25, warmup=None), [128])
+    assert worker.step(np.arange(1, 129, dtype=np.float32)).numbers["limit"] == 97.0
+    # Of 32 entries 24 are above the floor, in no more runs than there are slots.
+    wanted = np.arange(128, dtype=np.float32) / 4
+    wanted[:12] = wanted[64:76] = 100.0
+    step = worker.step(wanted - worker.residual.numpy())
+    assert step.numbers["candidates"] == 24
+    assert worker.collected() == (BY_SAMPLE, 128)
+    check_choice(worker, step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [TopK, COMPRESSORS["gpareto"]])
+def test_a_sample_finds_few_candidates_and_enough_of_them(make: Any) -> None:
+    """What was seen before is of no use: first there was nothing, then entries are a thousand times smaller."""
+    numel = 20_000
+    worker, rng = Worker(make(0.01), [numel - 7_500, 7_500], block=256, chunk=256), np.random.default_rng(4)
+    for scale in (1.0, 1e-3):
+        worker.residual.zero_()
+        step = worker.step(gradients("laplace", numel, rng) * np.float32(scale))
+        check_choice(worker, step)
+        by, collected = worker.collected()
+        if step.numbers["exact"]:
+            assert by == BY_SAMPLE and worker.k <= collected < 6 * worker.k
+            assert (worker.bucket._found <= worker.bucket._slots_each).float().mean() > 0.7
+            assert make is TopK or step.numbers["low"] > 0.0
+    assert step.numbers["exact"]
+
+
+def test_a_sample_that_misleads_costs_time_alone() -> None:
+    """The few entries that are looked at are the largest, so that too few others exceed what they tell."""
+    tiles, each = 8, BLOCK // RUN
+    worker, wanted = Worker(TopK(0.2, warmup=None), [tiles * BLOCK]), np.arange(tiles * BLOCK, dtype=np.float32) / 1e4
+    for tile in range(tiles):
+        first = tile * BLOCK + (tile * 40503 >> 4) % each * RUN
+        wanted[first : first + RUN] = 100.0
+    step = worker.step(wanted)
+    assert worker.collected() == (BY_SAMPLE, tiles * RUN) and tiles * RUN < worker.k
+    check_choice(worker, step)
+
+
+@pytest.mark.parametrize(("outliers", "found"), [(0, 38), (2, 2)])
+def test_an_estimate_that_is_far_off_is_replaced(outliers: int, found: int) -> None:
+    """Equal magnitudes above the cut are all above the fitted threshold; with a few enormous ones nothing else is."""
+    worker = Worker(SIDCo(0.05, warmup=None), [300])
+    worker.step(gradients("laplace", 300, np.random.default_rng(6)))
+    wanted = np.full(300, 0.1, np.float32)
+    wanted[5:195:5] = 100.0
+    wanted[200 : 200 + outliers] = 1e7
+    step = worker.step(wanted - worker.residual.numpy())
+    assert (step.numbers["found"], step.numbers["sent"], step.numbers["exact"]) == (found, worker.k, 1.0)
+    check_choice(worker, step)
+
+
+@for_all
+def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
+    worker, rng = Worker(make(0.1), [100, 60]), np.random.default_rng(2)
+    worker.step(gradients("laplace", 160, rng))
+    state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
+    gradient[[7, 130]] = np.nan, -np.inf
+    before = worker.accumulate(gradient)
+    message = worker.bucket.message()
+    assert worker.bucket.finish() == Outcome(not_finite=[0, 100])
+    assert worker.bucket.numbers["not_finite"] == 2
+    assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
+    np.testing.assert_array_equal(worker.residual.numpy(), before)
+    assert worker.state.state_dict() == state
+    assert TorchOps().rows_in_use(message, 1, 160) == [NOT_FINITE]
+    check_choice(worker, worker.step(gradients("laplace", 160, rng)))
+
+
+@pytest.mark.parametrize("name", ["exponential", "gpareto"])
+def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
+    worker, rng = Worker(COMPRESSORS[name](0.05), [300]), np.random.default_rng(3)
+    worker.step(gradients("laplace", 300, rng))
+    assert 0.0 < worker.state.cut < math.inf, "the first search tells where to cut"
+    for _ in range(4):
+        before, stages = copy.copy(worker.state), worker.state.controller.stages
+        step = worker.step(gradients("laplace", 300, rng))
+        assert step.numbers["estimated"]
+        sums, tail = ORACLE.measure(step.before), ORACLE.measure(step.before, step.request.cut)
+        found, asked = step.numbers["found"], min(step.request.aim, sums.count - 1)
+        _, cut = worker.compressor.last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages)
+        if step.request.trust[0] <= found <= step.request.trust[1]:
+            assert worker.state.cut == pytest.approx(cut, rel=1e-9)
+            worker.compressor.learn(before, worker.k, asked, int(found))
+            assert worker.state.aim == before.aim
+        assert worker.state.stages == stages
+
+
+@pytest.mark.parametrize("momentum", [None, Momentum(0.5), Momentum(0.5, 0.25)])
+def test_sums_that_overflow_stay_at_the_largest_number(momentum: Any) -> None:
+    largest = float(np.finfo(np.float32).max)
+    residual, gradient, velocity = np.ones(150, np.float32), np.zeros(150, np.float32), np.zeros(150, np.float32)
+    residual[[5, 70]] = gradient[[5, 70]] = largest, -largest
+    velocity[[5, 149]] = gradient[149] = largest
+    check_accumulate(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, momentum)
+
+
+# --- receive ---
+
+
+def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some in float64, in any order, and not all of the bucket."""
+    rng, used = np.random.default_rng(6), [30, 0, 25]
+    messages = [
+        ORACLE.pack(np.sort(rng.choice(90, count, replace=False)), rng.normal(size=count).astype(np.float32), 30)
+        for count in used
+    ]
+    gathered = torch.from_numpy(np.concatenate(messages))
+    written = []
+    for on_device in (False, True):
+        monkeypatch.setattr(device, "has_kernels", lambda where, there=on_device: there)
+        parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
+        TorchOps().assemble(parts, gathered, used, 3.0)
+        written.append([target for _, target in parts])
+    assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
+    assert all(one.any() for one in written[0])
+
+
+# --- what it is for ---
+
+
+def test_what_does_not_select_on_the_device() -> None:
+    for other in (
+        GaussianK(0.1, warmup=None),
+        TopK(0.1, exchange=Union(), warmup=None),
+        TopK(0.1, clip=1.0, warmup=None),
+        SIDCo(0.1, distribution="gamma", warmup=None),
+        SIDCo(0.1, adapt="paper", warmup=None),
+    ):
+        assert rule_of(other) is None
+
+
+def run(*arguments: object, **environment: Any) -> subprocess.CompletedProcess[str]:
+    # Where Triton is, and this package.
+    path = os.pathsep.join(sys.path)
+    return python(*arguments, limit=300, PYTHONPATH=path, HOROVOD_SPARSE_KERNELS="1", **environment)
+
+
+@pytest.mark.full
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter runs what the compiler refuses."""
+    done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter"}
+
+
+@pytest.mark.full
+def test_the_check_of_a_gpu_works_interpreted() -> None:
+    """It compares, and times, all that it does on a GPU."""
+    options = ("--interpret", "--sizes", 500, "--ratios", 0.01, "--repetitions", 1)
+    done = run("benchmarks/gpu_check.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert "CPU, interpreted: no measurement" in done.stdout and "TopK, cold" in done.stdout

@@ -1,0 +1,68 @@
+"""The command `horovod-sparse try`: what it advises, and real runs under each launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_sparse.tools import trial
+from horovod_sparse.tools.trial import Result
+from tests.harness.launch import Launch
+
+SMALL = ["-m", "horovod_sparse.tools.cli", "try", "--parameters", "100k", "--step-ms", "5", "--rounds", "2"]
+
+
+TITLES = {
+    "fp32": "dense fp32",
+    "fp16": "dense fp16",
+    "power": "PowerSGD rank 4",
+    "some": "SIDCo 0.01",
+    "few": "SIDCo 0.001",
+}
+NO_OTHER = "no other exchange makes a step more than 5 % faster."
+
+
+@pytest.mark.parametrize(
+    ("medians", "advice"),
+    [
+        ({"fp32": 300, "fp16": 200, "some": 120, "few": 110}, "few: a step takes 0.55 times as long as with fp16."),
+        # Within 5 % the one that sends more is chosen.
+        ({"fp32": 300, "fp16": 200, "some": 122, "few": 120}, "some: a step takes 0.61 times as long as with fp16."),
+        (
+            {"fp32": 300, "fp16": 210, "power": 200, "some": 150, "few": 150},
+            "some: a step takes 0.75 times as long as with power.",
+        ),
+        ({"fp32": 300, "fp16": 200, "power": 130, "some": 135, "few": 131}, f"power: {NO_OTHER}"),
+        ({"fp32": 120, "fp16": 121, "some": 119, "few": 160}, f"fp32: {NO_OTHER}"),
+        # Where an exchange costs nothing, the plainest one is right.
+        (
+            {"fp32": 102, "fp16": 101, "some": 101, "few": 100},
+            "fp32: a step takes 1.02 times as long as computation alone.",
+        ),
+    ],
+)
+def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, float], advice: str) -> None:
+    others = [Result(TITLES[name], name, None, [median]) for name, median in medians.items()]
+    assert trial.advice([Result(trial.ALONE, "", 0.0, [100]), *others]) == f"Use {advice}"
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch("mpirun", 2),
+        pytest.param(Launch("torchrun", 2, "ddp"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_every_exchange_is_timed(launch: Launch) -> None:
+    ended = launch.run(*SMALL, limit=120)
+    assert ended.code == 0, str(ended)
+    # horovodrun writes the rank before each line.
+    lines = [line.partition("<stdout>:")[2] or line for line in ended.output.splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    power = ["PowerSGD rank 4"] if launch.launcher == "torchrun" else []
+    assert [row[0] for row in rows] == [trial.ALONE, "dense fp32", "dense fp16", *power, "SIDCo 0.01", "SIDCo 0.001"]
+    sent = {row[0]: row[1].replace(",", "") for row in rows}
+    assert int(sent["dense fp32"]) == 2 * int(sent["dense fp16"]) > 10 * int(sent["SIDCo 0.01"]) > 0
+    # Rank 0 alone prints.
+    assert sum(line.startswith("Use ") for line in lines) == 1, str(ended)
