@@ -26,26 +26,12 @@ LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycach
 MPI4PY = ("-m", "mpi4py")
 CORE = (
     *(
-        "compressors/checks",
-        "compressors/backends",
-        "core/layout",
-        "exchange/cost",
-        "compressors/momentum",
-        "estimation/fits",
-        "kernels/ops",
-        "kernels/tracked",
-        "compressors/laws",
+        f"compressors/{name}"
+        for name in "backends checks chunktopk contraction dgc gaussiank laws micro momentum redsync schedules selection sidco "
+        "threshold".split()
     ),
-    *(
-        "compressors/micro",
-        "compressors/schedules",
-        "compressors/selectors",
-        "compressors/contraction",
-        "compressors/sidco",
-        "estimation/controllers",
-        "core/state",
-        "exchange/wire",
-    ),
+    *(f"core/{name}" for name in "dense feedback layout state statistics step".split()),
+    *("estimation/controllers", "estimation/fits", "exchange/cost", "exchange/wire", "kernels/ops", "kernels/tracked"),
 )
 """Tests that need none of the frameworks, and run over the array operations of those that are there."""
 
@@ -71,13 +57,13 @@ INSTALLATIONS = {
     "torch": Installation(
         "torch,horovod,bench",
         ("torch", "horovod"),
-        ("kernels/pool", "ops/protocol", "core/feedback", "compressors/draws", "torch/seam", "torch/compressors"),
+        ("kernels/pool", "ops/protocol", "compressors/draws", "torch/seam", "torch/compressors"),
         ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
     ),
     "ddp": Installation(
         "torch,bench",
         ("torch",),
-        ("torch/hook", "kernels/pool", "ops/protocol", "core/feedback"),
+        ("torch/hook", "kernels/pool", "ops/protocol"),
         ("examples/demo.py", "--transport", "ddp", "--epochs", "1"),
     ),
     "tensorflow": Installation(

@@ -10,11 +10,8 @@ import pytest
 
 from horovod_sparse.compressors import NoOp, Threshold, TopK
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
-from tests.harness.table import BACKENDS, Backend, gradients
+from tests.harness.table import BACKENDS, Backend, gradients, on_every_backend
 from tests.harness.workers import dense_sum, end_step, exchange_all, make_worker, take_step
-
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
-
 
 LAPLACE = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
 CLIPPED: dict[str, tuple[np.ndarray, float]] = {

@@ -12,11 +12,10 @@ from horovod_sparse.compressors import sidco
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
 from horovod_sparse.estimation.controllers import StageController
 from horovod_sparse.numpy.ops import NumpyOps
-from tests.harness.table import BACKENDS, KINDS, Backend, gradients
+from tests.harness.table import KINDS, Backend, gradients, on_every_backend
 from tests.harness.workers import make_worker, send
 
 OPS = NumpyOps()
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SIZE = 1_000_000
 
 

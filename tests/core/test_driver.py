@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from horovod_sparse.compressors import TopK
-from horovod_sparse.core.driver import Driver
+from horovod_sparse.core.driver import Driver, log_start
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.step import Wait
 from horovod_sparse.exchange.protocols import Collective, Named
 from horovod_sparse.numpy.ops import NumpyOps
+from tests.harness.table import ORACLE
+from tests.harness.workers import make_worker
 
 SIZES = {"first": 400, "bias": 3, "second": 700, "third": 500, "scale": 5, "last": 300}
 """Of the parameters, in the order of the model: two are reduced dense, together."""
@@ -110,3 +112,31 @@ def test_a_step_that_an_exception_has_left_has_never_been() -> None:
     assert driver.feedback is not None
     for name, residual in kept["residuals"].items():
         np.testing.assert_allclose(driver.feedback.residuals.views[name], residual, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "times"),
+    [
+        ({}, 1, None),
+        ({}, 9, None),
+        ({}, 11, "1.1"),
+        ({"warmup": 1.0}, 32, "3.2"),
+    ],
+)
+def test_an_exchange_that_sends_more_than_dense_is_warned_of(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], world: int, times: str | None
+) -> None:
+    compressor = TopK(0.1, **{"warmup": None, **settings})
+    log_start(make_worker(ORACLE, compressor, {"p": (100, 100)}, world=world), "none")
+    told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
+    assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])
+
+
+def test_the_first_line_of_the_log_ends_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "horovod_sparse")
+    for position in range(2):
+        worker = make_worker(ORACLE, TopK(0.01, warmup=None), {"p": (500,)}, world=2, position=position)
+        for advice in ("", "Write another line"):
+            log_start(worker, "none", advice)
+    line = "TopK 0.01: 1 buckets, 500 entries, 0 parameters dense, kernels none"
+    assert caplog.messages == [line, f"{line}. Write another line"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -17,7 +18,7 @@ from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.store import Store
 from tests.harness.table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
 from tests.harness.worker import Worker
-from tests.harness.workers import make_worker, send, take_step
+from tests.harness.workers import make_worker, send, step, take_step, worker_of
 
 PAIRS = list(itertools.pairwise([*BACKENDS, ORACLE]))
 """Each backend takes over from one and hands over to one."""
@@ -161,3 +162,106 @@ def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
         same.load(before)
     same.load(state)
     np.testing.assert_array_equal(same.state_dict()["residuals"]["p"], state["residuals"]["p"])
+
+
+def _changed(state: Any, part: str, **changed: Any) -> Any:
+    return {**state, part: {**state[part], **changed}}
+
+
+def _without(state: Any, part: str, name: str) -> Any:
+    return {**state, part: {one: value for one, value in state[part].items() if one != name}}
+
+
+def _residual(value: Any, dtype: Any = np.float32) -> Any:
+    return lambda state: _changed(state, "residuals", head=np.full((7, 11), value, dtype))
+
+
+def _adaptive(name: str, value: Any) -> Any:
+    return lambda state: _changed(state, "adaptive", head={**state["adaptive"]["head"], name: value})
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "not a dict": (lambda state: None, "must"),
+    "another version": (lambda state: {**state, "version": 1}, "state must have version 3, got 1"),
+    "a part is None": (lambda state: {**state, "velocities": None}, "must"),
+    "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "learning_rates"}, "must"),
+    "a residual is missing": (lambda state: _without(state, "residuals", "head"), r"one of them lacks \['head'\]"),
+    "a residual more": (lambda state: _changed(state, "residuals", more=np.zeros(3)), r"one of them lacks \['more'\]"),
+    "another shape": (
+        lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
+        r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
+    ),
+    "a velocity more": (
+        lambda state: _changed(state, "velocities", head=np.zeros((7, 11), np.float32)),
+        r"velocities must be .*; missing: \[\], unexpected: \['head'\].* and the same momentum",
+    ),
+    "NaN": (_residual(np.nan), "must"),
+    "infinity": (_residual(np.inf), "must"),
+    "complex": (_residual(1j, np.complex64), "must"),
+    "boolean": (_residual(True, np.bool_), "must"),
+    "integers": (_residual(1, np.int64), "must"),
+    "text": (lambda state: _changed(state, "residuals", head="text"), "must"),
+    "a rate of NaN": (lambda state: {**state, "learning_rates": {"head": math.nan}}, "must"),
+    "a rate of nothing": (lambda state: {**state, "learning_rates": {"else": 0.1}}, "must"),
+    "a rate that is true": (lambda state: {**state, "learning_rates": {"head": True}}, "must"),
+    "sparse": (lambda state: {**state, "sparse": [1]}, "must"),
+    "no adaptive state": (
+        lambda state: _without(state, "adaptive", "head"),
+        r"state\['adaptive'\] must name the same parameters",
+    ),
+    "another algorithm": (
+        lambda state: _changed(state, "adaptive", head={}),
+        "adaptive state must be like .*another algorithm",
+    ),
+    **{
+        f"{name}={value!r}": (_adaptive(name, value), "must")
+        for name, values in {
+            "step": (-1, 1.5, True, None, 10**30),
+            "aim": (math.nan, math.inf, -1.0, 0.0, 1e9, 1, None, "1"),
+            "cut": (math.nan, -1.0, 0.0, 1, None),
+            "stages": (0, -3, 10**9, 2.0, True, None),
+            "windows_seen": (-1, 0.5, None),
+            "window": (None, [math.nan], [-1.0], [1.0] * 5, ["x"], [None], 3.0),
+            "errors": (
+                None,
+                [[1, 2]],
+                [[2, 0.1, 1], [2, 0.2, 1]],
+                [[0, 0.1, 1]],
+                [[10**9, 0.1, 1]],
+                [[1, math.nan, 1]],
+                [[1, 0.1, -1]],
+                [3],
+            ),
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name in ("numpy", "torch")], ids=str)
+@pytest.mark.parametrize(("damage", "expected"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, damage: Any, expected: str) -> None:
+    worker = worker_of(backend, SIDCo(0.1, warmup=None))
+    for seed in range(7):
+        step(backend, worker, seed)
+    before = worker.state_dict()
+    with pytest.raises(ValueError, match=expected):
+        worker.load_state_dict(damage(worker.state_dict()))
+    after = worker.state_dict()
+    assert after["adaptive"] == before["adaptive"]
+    for parameter, residual in before["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(after["residuals"][parameter]), backend.numpy(residual))
+
+
+@pytest.mark.parametrize("row", COMPRESSORS, ids=str)
+def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
+    worker = make_worker(ORACLE, row.make(0.1), {"p": (300,)})
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        send(ORACLE, worker, gradients("laplace", 300, rng))
+    state = worker.state_dict()
+    for name, value in state["adaptive"]["p"].items():
+        for damaged in (math.nan, -math.inf, None, "text", [None]) if not isinstance(value, list) else (None, [None]):
+            with pytest.raises(ValueError, match="adaptive state must"):
+                worker.load_state_dict({**state, "adaptive": {"p": {**state["adaptive"]["p"], name: damaged}}})
+    worker.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +13,22 @@ from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Union
-from tests.harness.table import WITH_OPERATIONS, Backend
+from tests.harness.table import WITH_OPERATIONS, Backend, gradients_of, on_every_backend
 from tests.harness.worker import Worker
-from tests.harness.workers import Reduced, exchange, make_workers, reduced_of
+from tests.harness.workers import (
+    Reduced,
+    end_step,
+    exchange,
+    exchange_all,
+    make_workers,
+    reduced_of,
+    step,
+    take_step,
+    worker_of,
+)
 
-pytestmark = [
-    pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str),
-    pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* the gradient of"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* the gradient of")
+for_operations = pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 SHAPES = {"weight": (40, 30), "kernel": (500,), "head": (77,)}
 """The bucket of "weight" has a part of what waits; "kernel" and "head" share the other one."""
 DENSE = "bias"
@@ -149,6 +158,7 @@ def check_never_been(workers: Workers, before: Sequence[Mapping[str, Any]], name
             assert all(parts is not None for parts in result.values())
 
 
+@for_operations
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rates[1] != 0.0])
 @pytest.mark.parametrize(
     "bad", [{1: "weight"}, {0: "head", 2: "kernel"}, {2: DENSE}], ids=["one rank", "two ranks", "dense"]
@@ -170,6 +180,7 @@ def test_a_gradient_that_is_not_finite(backend: Backend, name: str, bad: dict[in
     check_never_been(workers, before, name)
 
 
+@for_operations
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("exchanged", [None, 0, 1], ids=["arrived", "begun", "exchanged in part"])
 def test_a_step_that_is_given_up_alone(backend: Backend, name: str, exchanged: int | None) -> None:
@@ -189,6 +200,7 @@ def test_a_step_that_is_given_up_alone(backend: Backend, name: str, exchanged: i
     check_never_been(workers, before, name)
 
 
+@for_operations
 def test_a_sum_that_overflows_stays_finite(backend: Backend) -> None:
     """Also when the gradient is taken out again."""
     (worker,) = make_workers(backend, TopK(0.01, warmup=None), {"p": (300,)}, 1)
@@ -201,3 +213,109 @@ def test_a_sum_that_overflows_stays_finite(backend: Backend) -> None:
         worker.end_step(lambda slots, reduced: results.append(reduced.sent is None))
         assert np.isfinite(backend.numpy(worker.state_dict()["residuals"]["p"])).all()
     assert results == [False, True] and worker.steps == 1
+
+
+@on_every_backend
+def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:
+    worker = worker_of(backend, TopK(0.1, warmup=None))
+    state = worker.state_dict()
+    uses: list[Any] = [lambda: worker.load_state_dict(state), worker.reset, worker.start_step]
+    for seed, use in enumerate(uses):
+        worker.arrive("kernel", backend.array(np.ones(500, np.float32)))
+        use()
+        step(backend, worker, seed)
+
+
+@on_every_backend
+def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
+    """Whatever its bucket has reached, until the step has ended."""
+    worker = worker_of(backend, TopK(0.1, granularity="layer", warmup=None))
+
+    def arrives_twice() -> None:
+        with pytest.raises(RuntimeError, match="'head' arrived twice"):
+            worker.arrive("head", None)
+
+    for _ in range(2):
+        bucket = worker.arrive("head", None)
+        assert bucket is not None
+        arrives_twice()
+        message = bucket.begin().message
+        arrives_twice()
+        worker.advance(bucket, message)
+        arrives_twice()
+        end_step(worker)
+
+
+def told(workers: list[Worker], bad: dict[int, list[str]], gone: int | None = None) -> Any:
+    """What all ranks say at the end of a step: which gradients are not finite, and who gives it up."""
+    said = [{"rank": rank, "given up": rank == gone, "bad": bad.get(rank, [])} for rank in range(len(workers))]
+
+    def everyone(mine: Any) -> Any:
+        assert mine == said[mine["rank"]]
+        return said
+
+    return everyone
+
+
+@on_every_backend
+def test_gradients_that_are_not_finite_are_warned_of_once_by_name_and_rank(backend: Backend) -> None:
+    workers = make_workers(backend, TopK(0.1, granularity="layer", warmup=None), {"p": (300,), "q": (300,)}, workers=2)
+    fine, bad = np.ones(300, np.float32), np.full(300, np.nan, np.float32)
+    everyone = told(workers, {1: ["q"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            given = [[backend.array(one) for one in arrays] for arrays in ((fine, fine), (fine, bad))]
+            for worker, arrays in zip(workers, given, strict=True):
+                for name, gradient in zip("pq", arrays, strict=True):
+                    worker.arrive(name, gradient)
+            exchange_all(backend, workers)
+            assert [bool(worker.begun.bad()) for worker in workers] == [False, True]
+            for worker in workers:
+                worker.end_step(lambda *_: None, everyone)
+    said = [str(one.message) for one in caught]
+    assert [text.partition(" holds")[0] for text in said] == [
+        f"horovod_sparse: rank {rank}: the gradient of 'q' on rank 1" for rank in range(2)
+    ]
+    # Nobody else is asked: each tells what it knows.
+    alone = make_workers(backend, TopK(0.1, warmup=None), {"q": (300,)}, workers=2)
+    with (
+        pytest.warns(UserWarning, match="rank 0: the gradient of a parameter on another rank holds"),
+        pytest.warns(UserWarning, match="rank 1: the gradient of 'q' on rank 1 holds"),
+    ):
+        take_step(backend, alone, [{"q": fine}, {"q": bad}])
+
+
+@on_every_backend
+def test_who_gives_a_step_up_is_named_and_all_go_on(backend: Backend) -> None:
+    """`spoil` may come when nothing has arrived yet, or something."""
+    workers = make_workers(backend, MiCRO(0.1, granularity="layer", warmup=None), SHAPES, workers=3)
+    given = [gradients_of(SHAPES, np.random.default_rng(rank)) for rank in range(3)]
+    take_step(backend, workers, given)
+    before = [worker.state_dict() for worker in workers]
+    for has_arrived in (0, 2):
+        kept = [{name: backend.array(one) for name, one in arrays.items()} for arrays in given]
+        for rank, (worker, arrays) in enumerate(zip(workers, kept, strict=True)):
+            for number, bucket in enumerate(worker.buckets):
+                if rank != 1 or number < has_arrived:
+                    worker.arrive(bucket.name, arrays[bucket.name])
+                else:
+                    assert worker.spoil(bucket) is worker.sending(bucket)
+        exchange_all(backend, workers)
+        everyone = told(workers, {}, gone=1)
+        for rank, worker in enumerate(workers):
+            if rank == 1:
+                worker.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
+            else:
+                with pytest.raises(
+                    RuntimeError, match=f"^rank {rank}: rank 1 has given up this step after an exception"
+                ):
+                    worker.end_step(lambda *_: pytest.fail("nothing is to be written"), everyone)
+            assert worker.step is None
+        for worker, was in zip(workers, before, strict=True):
+            state = worker.state_dict()
+            assert state["adaptive"] == was["adaptive"]
+            for name, residual in was["residuals"].items():
+                mine, theirs = backend.numpy(state["residuals"][name]), backend.numpy(residual)
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    assert all(parts for result in take_step(backend, workers, given) for parts in result.values())

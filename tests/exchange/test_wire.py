@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from horovod_sparse.compressors import ChunkTopK, TopK
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.pairs import Pairs
-from tests.harness.table import BACKENDS, ORACLE, Backend, gradients
+from tests.harness.table import ORACLE, Backend, gradients, on_every_backend
 from tests.harness.workers import end_step, make_worker
-
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 
 @on_every_backend

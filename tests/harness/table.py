@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
@@ -56,8 +57,8 @@ BACKENDS = [
 
 
 WITH_OPERATIONS = [backend for backend in BACKENDS if backend.name != "tensorflow"]
-"""Not those whose arrays are never written to."""
-"""Those with array operations of their own."""
+"""Those with array operations of their own, whose arrays can be written to."""
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 
 @dataclass(frozen=True)

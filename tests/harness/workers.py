@@ -17,6 +17,7 @@ from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.virtual import results_of
 from tests.harness.backend import Backend
+from tests.harness.table import gradients_of
 from tests.harness.worker import Worker
 
 
@@ -45,6 +46,19 @@ def make_workers(
     """Of so many workers."""
     where: dict[str, Any] = {"world": workers, **settings}
     return [make_worker(backend, compressor, shapes, position=position, **where) for position in range(workers)]
+
+
+SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
+
+
+def worker_of(backend: Backend, compressor: Compressor) -> Worker:
+    """A worker alone, with parameters of these shapes."""
+    return make_worker(backend, compressor, SHAPES)
+
+
+def step(backend: Backend, worker: Worker, seed: int) -> None:
+    """A step of such a worker, with gradients of this seed."""
+    take_step(backend, [worker], [gradients_of(SHAPES, np.random.default_rng(seed))])
 
 
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:

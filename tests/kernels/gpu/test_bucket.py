@@ -17,7 +17,7 @@ from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
 from tests.compressors import test_laws as laws
 from tests.compressors.test_backends import Case, assert_same, observe
-from tests.core import test_feedback
+from tests.core import test_feedback, test_step
 from tests.harness.table import BACKENDS, COMPRESSORS, Backend, Row, gradients, gradients_of
 from tests.harness.worker import Worker
 from tests.harness.workers import make_worker
@@ -57,7 +57,7 @@ def test_what_a_parameter_has_kept_waits_while_it_has_no_gradient(momentum: floa
 
 
 def test_who_gives_a_step_up_is_named_and_all_go_on() -> None:
-    test_feedback.test_who_gives_a_step_up_is_named_and_all_go_on(TRITON)
+    test_step.test_who_gives_a_step_up_is_named_and_all_go_on(TRITON)
 
 
 @pytest.mark.full
