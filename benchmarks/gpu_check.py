@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from horovod_sparse.compressors import SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.feedback import Feedback
-from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.core.sending import Sending
 from horovod_sparse.core.step import Step
@@ -150,7 +150,7 @@ class Worker:
         from horovod_sparse.kernels.gpu.rules import rule_of
 
         numel = sum(sizes)
-        rule = rule_of(compressor)
+        rule = rule_of(compressor, numel)
         assert rule is not None
         self.compressor, self.sizes = compressor, sizes
         self.residual = torch.zeros(numel, device=device.torch)
@@ -164,8 +164,7 @@ class Worker:
         self.bucket.begin(self.state, Stage(range(1), self.k, self.capacity, self.compressor.exchange, False, 0.0))
         offset = 0
         for part in gradient.split(self.sizes):
-            slot = Slot("", offset, part.numel(), (part.numel(),))
-            self.bucket.accumulate([(slot, part)], None, 1.0)
+            self.bucket.accumulate([(offset, part)], None, 1.0)
             offset += part.numel()
         return self.bucket.message()
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 import horovod_sparse.numpy as sparse
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.plan import rounds_of
 from horovod_sparse.exchange.cost import allreduce_bytes
 
 Array = NDArray[Any]
@@ -133,7 +134,7 @@ def rows() -> list[Row]:
 
 def leaving(compressor: Compressor, entries: int, ratio: float, number: int) -> float:
     """The bytes that leave a worker in a step."""
-    return sum(one.bytes_sent(number) for one in compressor.rounds(entries, ratio, number))
+    return sum(one.bytes_sent(number) for one in rounds_of(compressor, entries, ratio, number))
 
 
 def table(known: Sequence[Row], title: str, cell: Callable[[Row, Row], str]) -> str:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import horovod_sparse.numpy as sparse
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.plan import first_sparse_step, rounds_of
 from horovod_sparse.exchange.cost import allreduce_bytes
 
 ROWS: dict[str, tuple[float | None, float]] = {
@@ -123,13 +124,13 @@ def train(of: Setting) -> dict[str, float]:
 def price(ratio: float, c: float, workers: int) -> tuple[int, float]:
     """How many steps the warm-up lasts, and how many dense exchanges it costs over what the final ratio sends in them."""
     numel, compression = 2**24, sparse.SIDCo(ratio, warmup=c)
-    dense, first = allreduce_bytes(4 * numel, workers), compression.first_sparse_step(workers)
+    dense, first = allreduce_bytes(4 * numel, workers), first_sparse_step(compression, workers)
 
     def sent(in_step: float | None) -> float:
-        return sum(one.bytes_sent(workers) for one in compression.rounds(numel, in_step, workers)) / dense
+        return sum(one.bytes_sent(workers) for one in rounds_of(compression, numel, in_step, workers)) / dense
 
-    stairs = [stair for stair in compression.warmup_stairs() if stair.start >= first]
-    total = first + sum(len(stair) * sent(compression.ratio_at(stair.start)) for stair in stairs)
+    stairs = [stair for stair in compression.schedule.stairs() if stair.start >= first]
+    total = first + sum(len(stair) * sent(compression.schedule.ratio(stair.start)) for stair in stairs)
     return stairs[-1].stop, total - stairs[-1].stop * sent(None)
 
 

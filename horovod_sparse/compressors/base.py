@@ -8,9 +8,9 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
@@ -29,9 +29,8 @@ from horovod_sparse.compressors.checks import (
 )
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, check_momentum
 from horovod_sparse.compressors.schedules import ByAge, Schedule
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.protocols import Choice, Exchange, Round
+from horovod_sparse.exchange.protocols import Choice, Exchange
 from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Selection
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
-_LARGE = 2**20
-"""Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 
@@ -161,8 +158,9 @@ class Compressor(ABC):
                 f"{self.exchange!r}; leave exchange out, or use another compressor"
             )
 
-    @cached_property
-    def _schedule(self) -> Schedule:
+    @property
+    def schedule(self) -> Schedule:
+        """The ratio of each step."""
         if isinstance(self.ratio, Schedule):
             return self.ratio
         warmup = self.default_warmup if self.warmup == "auto" else self.warmup
@@ -198,48 +196,16 @@ class Compressor(ABC):
         """Learn how many entries all ranks selected together, and what each rank proposed (exchange `Union`)."""
         return
 
-    def ratio_at(self, step: int) -> float:
-        """Return the ratio of a step."""
-        return self._schedule.ratio(step)
-
-    def steps_like(self, step: int) -> range:
-        """Return steps in a row with the ratio of `step`, which is one of them."""
-        return self._schedule.steps_like(step)
-
-    def first_sparse_step(self, world: int) -> int:
-        """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
-        first = 0
-        for stair in self.warmup_stairs():
-            sparse = sum(one.bytes_sent(world) for one in self.rounds(_LARGE, self.ratio_at(stair.start), world))
-            if sparse <= allreduce_bytes(4 * _LARGE, world):
-                return stair.start
-            first = stair.stop
-        return first
-
-    def warmup_stairs(self) -> Iterable[range]:
-        """Return the steps of each stair of a warm-up by age, in which the ratio stays the same."""
-        return self._schedule.stairs() if isinstance(self._schedule, ByAge) else ()
-
-    def rounds(self, numel: int, ratio: float | None, world: int) -> Sequence[Round]:
-        """Return the collectives of a bucket at a ratio; None is the final one."""
-        k = self.target_count(numel, ratio)
-        return self.exchange.rounds(numel, k, self.message_capacity(numel, k, world), world)
-
     def target_count(self, numel: int, ratio: float | None = None) -> int:
         """Return k = max(1, floor(ratio * numel)); `ratio` is the final ratio by default."""
         if ratio is None:
-            ratio = self._schedule.final
+            ratio = self.schedule.final
         # Round first: 0.29 * 100 is 28.999999999999996, but 29 is meant.
         return max(1, math.floor(round(ratio * numel, 6)))
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
         """Return the capacity of one rank's message in entries, for a bucket of `numel`: ceil(slack * k), at most numel."""
         return min(numel, math.ceil(self.slack * k))
-
-    def highest_ratio(self, world: int) -> float:
-        """Return the largest ratio of any step that is not dense."""
-        schedule = self._schedule
-        return self.ratio_at(self.first_sparse_step(world)) if isinstance(schedule, ByAge) else schedule.highest
 
     def residual_dtype_of(self, gradient: Array) -> str:
         """Return the residual's type for gradients like this one."""

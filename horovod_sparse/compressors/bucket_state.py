@@ -21,11 +21,15 @@ _MOST_EXPECTED = 8
 
 
 class Place(NamedTuple):
-    """The bucket that a selection is made from, the position of the worker that makes it, and the number of workers."""
+    """The bucket that a selection is made from, and the worker that makes it."""
 
     bucket: str = ""
     position: int = 0
+    """The worker's number."""
     world: int = 1
+    """The number of workers."""
+    ratio: float | None = None
+    """That of the first step that is not dense; None: the final one."""
 
 
 _FIXED = (int, float, str, tuple)

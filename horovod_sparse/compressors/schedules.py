@@ -30,6 +30,10 @@ class Schedule(ABC):
         """Return steps in a row that are known to have the ratio of `step`, which is one of them."""
         return range(step, step + 1)
 
+    def stairs(self) -> Iterator[range]:
+        """Return the steps of each stair of a warm-up by age, until the ratio has come down to the end; none by default."""
+        return iter(())
+
 
 @dataclass(frozen=True)
 class ByAge(Schedule):
@@ -56,7 +60,6 @@ class ByAge(Schedule):
         return range(step, sys.maxsize if self.ratio(step) == self.end else step + 1)
 
     def stairs(self) -> Iterator[range]:
-        """Return the steps of each stair, until the ratio has come down to the end."""
         stop = 0
         while (ratio := self.ratio(stop)) > self.end:
             start = low = stop

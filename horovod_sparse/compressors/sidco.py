@@ -101,7 +101,7 @@ class SIDCo(Compressor):
         super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> SIDCoState:
-        most = most_stages(self.ratio_at(self.first_sparse_step(place.world)))
+        most = most_stages(self.schedule.final if place.ratio is None else place.ratio)
         start = 1 if self.adapt == "paper" else _FIRST_STAGES
         auto = StageController(self.adapt, min(start, most))
         return SIDCoState(place, controller=auto if self.stages == "auto" else StageController("fixed", self.stages))
@@ -133,7 +133,7 @@ class SIDCo(Compressor):
             state.room = round(_SPARE * left)
         state.threshold = fits.below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
-        self.learn(state, k, aim, selection.found)
+        self.learn(state, k, len(x), aim, selection.found)
         if self.adapt == "robust" and not k / TRUSTED <= selection.found <= k * TRUSTED:
             selection, following = ops.select_largest(x, k), math.inf
             state.threshold = fits.below_largest(selection.smallest, math.inf)
@@ -152,9 +152,9 @@ class SIDCo(Compressor):
         following = cut + self._tail_fit(tail, tail_aim(count, aim, stages) / tail.count)
         return cut + self._tail_fit(tail, aim / tail.count), following if 0.0 < following < largest else math.inf
 
-    def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
-        """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
-        state.controller = state.controller.after(found, aim, self.ratio_at(state.step))
+    def learn(self, state: SIDCoState, k: int, numel: int, aim: int, found: int) -> None:
+        """Learn from an estimate that `found` of `numel` entries exceeded, also if it is not used: its error would grow."""
+        state.controller = state.controller.after(found, aim, k / numel)
         if self.adapt == "robust":
             quotient = min(max(k / max(found, 1), 1.0 / TRUSTED), TRUSTED)
             power = _AIM_GAIN if 1.0 / _FAR <= quotient <= _FAR else _FAR_GAIN
@@ -198,9 +198,10 @@ class SIDCo(Compressor):
         return self._tail_fit(sums, ratio)
 
     def _tail_fit(self, sums: Sums, ratio: float) -> float:
+        mean = sums.total / sums.count
         if self.distribution == "exponential":
-            return fits.exponential(sums.mean, ratio)
-        return fits.generalized_pareto(sums.mean, sums.variance, ratio)
+            return fits.exponential(mean, ratio)
+        return fits.generalized_pareto(mean, sums.variance, ratio)
 
 
 def tail_aim(count: float, k: float, stages: int) -> float:

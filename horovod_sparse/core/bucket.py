@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.plan import Stage, stage_of
-from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector
+from horovod_sparse.core.plan import stage_of
+from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.statistics import Tally
 from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.ops.protocol import Array, Ops
 
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
+_FEW = 4
+"""If more than one entry in `_FEW` exceeds the cut, none are noted: that would cost more memory and time than it saves."""
 
 
 class Bucket:
@@ -51,8 +53,15 @@ class Bucket:
         self.tally = Tally()
         self.exchange = compressor.exchange
         """How the bucket was exchanged in the last step."""
-        self._stage = stage_of(compressor, layout, place.world, 0)
-        self.host = HostSelector(ops, compressor, buffer, velocity, self._stage)
+        self.stage = stage_of(compressor, layout, place.world, 0)
+        """What is sent in the next step, or in the one that has begun."""
+        self.tracked = ops.tracked(buffer)
+        """The operations for the residual."""
+        self.few = layout.numel // _FEW
+        """The most entries above a cut that are noted."""
+        # The tests hold the package's own classes to it.
+        self.is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        """Whether the selections are checked."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does. Dense steps are the host's."""
         correction = compressor.momentum_correction
@@ -61,17 +70,11 @@ class Bucket:
         self._copies: dict[int, list[Array]] = {}
         """With a velocity: copies of residuals and velocities from before a step, by offset."""
 
-    @property
-    def stage(self) -> Stage:
-        """What is sent in the next step, or in the one that has begun."""
-        if self.state.step not in self._stage.steps:
-            self._stage = stage_of(self.compressor, self.layout, self.world, self.state.step)
-        return self._stage
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether everything is sent in the next step, or in the one that has begun."""
-        return self.stage.is_dense
+    def go_on(self, state: BucketState) -> None:
+        """Go on with an adaptive state, and with what is sent in its step."""
+        self.state = state
+        if state.step not in self.stage.steps:
+            self.stage = stage_of(self.compressor, self.layout, self.world, state.step)
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket in this step."""
@@ -111,12 +114,12 @@ class Bucket:
 
     def forget(self) -> None:
         """Forget what was seen of the buffer, because it no longer applies."""
-        self.host.forget()
+        self.tracked.forget()
         if self.device is not None:
             self.device.forget()
 
     def reset(self) -> None:
         """Forget adaptive state and statistics; the residual has been set to zero."""
         self.forget()
-        self.state = self.compressor.new_state(self.state.place)
+        self.go_on(self.compressor.new_state(self.state.place))
         self.tally = Tally()

@@ -6,13 +6,15 @@ A source gives it gradients by name (`add`) and has the reduced ones written (`f
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import agree_on_states
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
-from horovod_sparse.core.plan import planned
+from horovod_sparse.core.plan import planned, rounds_of
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of
 from horovod_sparse.core.step import AnySending, Step, Wait, Write
 from horovod_sparse.core.store import Settle, Store
@@ -48,6 +50,8 @@ class Driver(Store):
         super().__init__(compressor, (lambda *_: self.give_up()) if settle is None else settle, place)
         self.transport = transport
         self._new_feedback, self._kernels = new_feedback, kernels
+        self._waits: dict[str, Wait] = {}
+        """What waits for the first collective of each exchange that has begun, by bucket, in the order of their beginnings."""
         self._order: list[str] = []
         """Names of the buckets, in the order in which their exchanges began in the last step: the same on all ranks."""
 
@@ -59,7 +63,9 @@ class Driver(Store):
     def begin(self, gradients: Iterable[Array] = (), scale: float = 1.0) -> Step:
         """Begin a step, before its first gradient is added: see `Step`. One that an exception has left has never been."""
         assert self.feedback is not None
-        self.drop()
+        if self.step is not None:
+            self.drop()
+        self._waits = {}
         self.step = Step(self.feedback, gradients, scale)
         return self.step
 
@@ -69,17 +75,38 @@ class Driver(Store):
         assert step is not None
         sending = step.add(name, gradient, learning_rate)
         if sending is not None:
-            step.send(sending, self._start)
+            self._waits[sending.name] = self._start(sending, sending.begin())
 
     def _start(self, sending: AnySending, collective: Collective) -> Wait:
         return self.transport.start(collective, f"{sending.name}.{sending.rounds}", sending)
 
     def complete(self) -> Step:
-        """Wait for all exchanges of the step, whose gradients have all been added."""
-        step = self.step
+        """Wait for all exchanges of the step, whose gradients have all been added, to their ends."""
+        step, waits = self.step, self._waits
         assert step is not None
-        step.complete(self._start)
-        self._order = [*step.waits]
+        under_way: list[tuple[AnySending, Wait]] = []
+        # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
+        for bucket in step.feedback.all_buckets:
+            if bucket.name in waits:
+                under_way.append((step.sendings[bucket.name], waits[bucket.name]))
+        step.feedback.is_broken = True
+        while under_way:
+            # Every bucket's next collective is started before the first of them is waited for.
+            left, under_way = deque(under_way), []
+            try:
+                while left:
+                    sending, wait = left.popleft()
+                    collective = step.advance(sending, wait())
+                    if collective is not None:
+                        under_way.append((sending, self._start(sending, collective)))
+            except Exception:
+                # All ranks have started these. What has not ended could not be started again.
+                for _, wait in left:
+                    with suppress(Exception):
+                        wait()
+                raise
+        step.feedback.is_broken = False
+        self._order, self._waits = [*waits], {}
         return step
 
     def finish(self, write: Write) -> None:
@@ -97,8 +124,9 @@ class Driver(Store):
         buckets = {bucket.name: bucket for bucket in feedback.all_buckets}
         # A process group, and MPI, match collectives by their order.
         for name in dict.fromkeys([*self._order, *buckets]):
-            if name not in step.waits:
-                step.send(step.spoil(buckets[name]), self._start)
+            if name not in self._waits:
+                sending = step.spoil(buckets[name])
+                self._waits[name] = self._start(sending, sending.begin())
         self.complete()
         self.finish(lambda *_: None)
 
@@ -145,7 +173,7 @@ def log_start(feedback: Feedback, kernels: str, advice: str = "") -> None:
         found = f"{len(feedback.buckets)} buckets, {entries} entries, {dense} parameters dense"
         hint = advice and f". {advice}"
         _log.info("%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, hint)
-        rounds = [one for bucket in feedback.buckets for one in compressor.rounds(bucket.numel, None, world)]
+        rounds = [one for bucket in feedback.buckets for one in rounds_of(compressor, bucket.numel, None, world)]
         sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
         # Beside what is sent, a message has a few numbers.
         if sent > 1.05 * dense_bytes > 0:

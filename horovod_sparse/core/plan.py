@@ -9,12 +9,39 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.schedules import ByAge
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.exchange.shared import Dense
 
 _DENSE = Dense()
+_LARGE = 2**20
+"""Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
+
+
+def rounds_of(compressor: Compressor, numel: int, ratio: float | None, world: int) -> Sequence[Round]:
+    """Return the collectives of a bucket at a ratio; None is the final one."""
+    k = compressor.target_count(numel, ratio)
+    return compressor.exchange.rounds(numel, k, compressor.message_capacity(numel, k, world), world)
+
+
+def first_sparse_step(compressor: Compressor, world: int) -> int:
+    """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
+    first = 0
+    for stair in compressor.schedule.stairs():
+        rounds = rounds_of(compressor, _LARGE, compressor.schedule.ratio(stair.start), world)
+        if sum(one.bytes_sent(world) for one in rounds) <= allreduce_bytes(4 * _LARGE, world):
+            return stair.start
+        first = stair.stop
+    return first
+
+
+def highest_ratio(compressor: Compressor, world: int) -> float:
+    """Return the largest ratio of any step that is not dense."""
+    schedule = compressor.schedule
+    return schedule.ratio(first_sparse_step(compressor, world)) if isinstance(schedule, ByAge) else schedule.highest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +62,13 @@ class Stage:
 
 def stage_of(compressor: Compressor, layout: Layout, world: int, step: int) -> Stage:
     """Return what is sent of a bucket in a step: everything, by allreduce, where that has fewer bytes in a warm-up."""
-    numel, first = layout.numel, compressor.first_sparse_step(world)
+    numel, first = layout.numel, first_sparse_step(compressor, world)
     steps, exchange, k, capacity = range(first), compressor.exchange, numel, numel
     if step < first:
         exchange = _DENSE
     else:
-        steps = compressor.steps_like(step)
-        k = compressor.target_count(numel, compressor.ratio_at(step))
+        steps = compressor.schedule.steps_like(step)
+        k = compressor.target_count(numel, compressor.schedule.ratio(step))
         capacity = compressor.message_capacity(numel, k, world)
     rounds = exchange.rounds(numel, k, capacity, world)
     own = layout.residual_dtype
@@ -109,7 +136,7 @@ def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     """Return what is too much for messages or for Horovod's collectives in a bucket of `numel`; None if nothing is."""
     if numel > wire.MAX_BUCKET:
         return f"has {numel} elements, expected at most {wire.MAX_BUCKET} (Horovod counts in C ints)"
-    rounds = compressor.rounds(numel, compressor.highest_ratio(world), world)
+    rounds = rounds_of(compressor, numel, highest_ratio(compressor, world), world)
     gathered, most = max(one.gathered(world) for one in rounds), wire.MAX_GATHERED
     if gathered > most:
         return f"gathers {gathered} int32 from {world} workers, expected at most {most} (Horovod counts in C ints)"

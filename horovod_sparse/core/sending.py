@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 
+import numpy as np
+
+from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.intake import Terms
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.selector import Outcome, Selector, SlotGradient
+from horovod_sparse.core.selector import Outcome, Selector
 from horovod_sparse.core.statistics import Counts
+from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Reduced, Sent
 from horovod_sparse.exchange.received import rows_of
-from horovod_sparse.ops.protocol import Array, Selection
+from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
 NOWHERE = -1
 """The offset that stands for no parameter, where a rank says that a gradient is not finite."""
 _TOGETHER = 2**18
 """Bytes of gradients that are added together; a processor's cache holds as many."""
+_NO_HINTS = Hints()
 
 
 class Sending:
-    """A bucket in one step: the `protocols.Sender` of its exchange.
+    """A bucket in one step: the `protocols.Sender` of its exchange. The host selects, on arrays that may be on any device.
 
     Args:
         bucket: what is kept of it from step to step.
@@ -33,13 +39,12 @@ class Sending:
         self.bucket, self.layout, self.name, self.rank = bucket, bucket.layout, bucket.name, bucket.rank
         self.ops, self.buffer, self.state, self.numel = bucket.ops, bucket.buffer, bucket.state, bucket.numel
         self.world, self.position = bucket.world, bucket.position
-        self.stage = bucket.stage
-        self.capacity = self.stage.capacity
+        self.stage = stage = bucket.stage
+        self.capacity = stage.capacity
         self._momentum, self._prepare = terms.momentum, terms.prepare
         self._before = bucket.state.copied()
         """The adaptive state before this step."""
-        self.selector: Selector = bucket.host if bucket.device is None or self.stage.is_dense else bucket.device
-        self.selector.begin(bucket.state, self.stage)
+        bucket.tracked.begin(_NO_HINTS if stage.is_dense else bucket.compressor.hints(bucket.state, bucket.few))
         self.missing = len(bucket.slots)
         """How many gradients have not arrived yet."""
         self._arrived: list[tuple[Slot, Array | None, float]] = []
@@ -49,6 +54,8 @@ class Sending:
         """The gradients that the residual has, and their rates: a step that fails takes them out again."""
         self._rates: dict[int, float] = {}
         """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
+        self.not_finite: list[int] = []
+        """The offsets of this rank's parameters whose gradients are known not to be finite."""
         self._message: Array | None = None
         """The message of pairs. On a device its number of entries may not be known yet."""
         self._taken: list[Entries] = []
@@ -80,11 +87,11 @@ class Sending:
             self._add_together()
 
     def _add_together(self) -> None:
-        together: dict[float, list[SlotGradient]] = defaultdict(list)
-        untouched: list[SlotGradient] = []
+        together: dict[float, list[Part]] = defaultdict(list)
+        untouched: list[Part] = []
         for slot, gradient, rate in self._arrived:
             if gradient is None:
-                untouched.append((slot, None))
+                untouched.append((slot.offset, None))
                 continue
             self._added.append((slot, gradient, rate))
             if self._momentum is not None:
@@ -94,15 +101,27 @@ class Sending:
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
                 self._accelerate(slot, gradient)
-                untouched.append((slot, None))
+                untouched.append((slot.offset, None))
                 continue
-            together[rate].append((slot, gradient))
+            together[rate].append((slot.offset, gradient))
         self._arrived, self._nbytes = [], 0
-        for rate, some in together.items():
-            self.selector.accumulate(some, self._momentum, rate)
+        for rate, parts in together.items():
+            self._accumulate(parts, rate)
         if untouched:
-            # What a device has noted of them is of the step before.
-            self.selector.accumulate(untouched, None, 1.0)
+            self._leave(untouched)
+
+    def _accumulate(self, parts: list[Part], rate: float) -> None:
+        """Add gradients to the residual, through the velocity if there is a momentum."""
+        momentum, velocity = self._momentum, self.bucket.velocity
+        moving = None if momentum is None or velocity is None else Moving(velocity, momentum)
+        # Entries are noted in this order, which should be that of the buffer.
+        parts.sort(key=itemgetter(0))
+        bad = self.bucket.tracked.take_in(parts, moving, rate)
+        if any(bad):
+            self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
+
+    def _leave(self, parts: list[Part]) -> None:
+        """Leave the residual of some parameters as it is."""
 
     def _accelerate(self, slot: Slot, gradient: Array) -> None:
         """Add a gradient to the velocity alone, if there is one, unless it holds NaN or infinity."""
@@ -116,14 +135,13 @@ class Sending:
 
     def spoil(self) -> None:
         """Let this rank's message say that its gradient is not finite, because it gives the step up. Call it before `begin`."""
-        self.selector = self.bucket.host
-        self.selector.begin(self.state, self.stage)
-        self.bucket.host.not_finite.append(NOWHERE)
+        self.not_finite.append(NOWHERE)
 
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
-        # Not earlier: on other ranks the parameters may have arrived in another order.
-        self.state.know_rate(max(self._rates.values(), default=1.0))
+        if self._rates:
+            # Not earlier: on other ranks the parameters may have arrived in another order.
+            self.state.know_rate(max(self._rates.values()))
         self._run = self.stage.exchange.collectives(self)
         self.rounds = 1
         return next(self._run)
@@ -136,17 +154,26 @@ class Sending:
 
     @property
     def finite(self) -> bool:
-        return not self.bucket.host.not_finite
+        return not self.not_finite
 
     def message(self) -> Array:
-        self._message = self.selector.message()
-        return self._message
-
-    def finish(self) -> None:
-        self.outcome = self.selector.finish()
+        if self.not_finite:
+            indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
+        else:
+            indices, found, _ = self.select()
+        self.outcome = Outcome(len(indices), found - len(indices))
+        message = self._message = self.ops.take_pairs_out(self.buffer, indices, self.capacity)
+        if self.not_finite:
+            message[0, 0] = wire.NOT_FINITE
+        return message
 
     def select(self) -> Selection:
-        return self.bucket.host.select()
+        bucket, compressor = self.bucket, self.bucket.compressor
+        selection = compressor.select(bucket.tracked, self.buffer, self.stage.k, self.capacity, self.state)
+        bucket.tracked.forget()
+        if bucket.is_foreign:
+            check_selection(type(compressor).__name__, selection, self.buffer, self.capacity)
+        return selection
 
     def take_out(self, indices: Array) -> Array:
         values = self.ops.take_out(self.buffer, indices)
@@ -182,16 +209,17 @@ class Sending:
 
     def bad(self) -> list[str]:
         """Return the parameters whose gradients were not finite on this rank."""
-        host = self.bucket.host
-        offsets: Sequence[int] = host.not_finite if self.selector is host else self.outcome.not_finite
-        return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
+        return [slot.name for slot in self.layout.slots if slot.offset in self.not_finite] if self.not_finite else []
 
     def reduced(self, divisor: float) -> Reduced:
         """Return the reduced gradients; NaN if a gradient was not finite."""
         return Reduced(self.ops, self.sent_by_all, divisor, self._rates)
 
-    def commit(self) -> None:
-        """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays."""
+    def commit(self) -> bool:
+        """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays.
+
+        Return whether the message had too little room.
+        """
         bucket, stage, state = self.bucket, self.stage, self.state
         if self._all_taken or not bucket.compressor.residual:
             self.buffer[:] = 0
@@ -199,11 +227,13 @@ class Sending:
             for indices in [slice(None)] if self._all_taken else [entries.indices for entries in self._taken_out()]:
                 bucket.velocity[indices] = 0
         count, truncated, _ = self.outcome
+        counts = Counts(stage.k, count, state.threshold, state.stages, truncated, stage.bytes_sent)
+        bucket.tally = bucket.tally.with_step(counts)
         bucket.exchange = stage.exchange
-        bucket.tally = bucket.tally.with_step(
-            Counts(stage.k, count, state.threshold, state.stages, truncated, stage.bytes_sent)
-        )
         state.step += 1
+        if state.step not in stage.steps:
+            bucket.go_on(state)
+        return truncated > 0
 
     def undo(self) -> None:
         """Let the step never have been. Without a velocity, gradients are taken out of the residual, to rounding."""
@@ -227,3 +257,35 @@ class Sending:
         """Return what was taken out of the residual. The message tells it, unless a gradient was not finite."""
         rows = None if self._message is None else rows_of(self, self._message, 1)
         return self._taken if rows is None else [*self._taken, Entries(*self.ops.unpack(self._message, rows[0]))]
+
+
+class DeviceSending(Sending):
+    """A bucket that selects on its device in a step, in pairs.
+
+    Args:
+        device: what selects. The other arguments are those of `Sending`.
+    """
+
+    def __init__(self, bucket: Bucket, terms: Terms, device: Selector) -> None:
+        super().__init__(bucket, terms)
+        self._device = device
+        device.begin(self.state, self.stage)
+
+    def _accumulate(self, parts: Sequence[Part], rate: float) -> None:
+        self._device.accumulate(parts, self._momentum, rate)
+
+    def _leave(self, parts: Sequence[Part]) -> None:
+        # What the device has noted of them is of the step before.
+        self._device.accumulate(parts, None, 1.0)
+
+    def message(self) -> Array:
+        # The device knows nothing of a step that is given up.
+        message = self._message = super().message() if self.not_finite else self._device.message()
+        return message
+
+    def advance(self, result: Array) -> Collective | None:
+        if not self.not_finite:
+            # The device has made the message while the host went on.
+            self.outcome = self._device.finish()
+            self.not_finite += self.outcome.not_finite
+        return super().advance(result)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from horovod_sparse.core.bucket import Bucket
@@ -13,15 +11,13 @@ from horovod_sparse.core.dense import DenseSending
 from horovod_sparse.core.feedback import AnyBucket, Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.sending import Sending
+from horovod_sparse.core.sending import DeviceSending, Sending
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.ops.protocol import Array
 
 AnySending = Sending | DenseSending
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
-Start = Callable[[AnySending, Collective], Wait]
-"""Starts the next collective of a bucket."""
 Write = Callable[[Sequence[Slot], Reduced], None]
 """Writes the reduced gradient to where the adapter wants it."""
 Everyone = Callable[[Any], list[Any]]
@@ -52,8 +48,6 @@ class Step:
         """The parameters whose gradient has arrived, or of which it is known that they have none."""
         self.sendings: dict[str, AnySending] = {}
         """Those of the buckets that a gradient of this step has reached, by bucket, in the order of their first gradients."""
-        self.waits: dict[str, Wait] = {}
-        """What waits for the first collective of each exchange that has begun, by bucket, in the order of their beginnings."""
         self.given_up = False
         """Whether this rank gives the step up."""
         self.fails = False
@@ -86,13 +80,14 @@ class Step:
     def _reach(self, bucket: AnyBucket) -> AnySending:
         sending = self.sendings.get(bucket.name)
         if sending is None:
-            sending = Sending(bucket, self.terms) if isinstance(bucket, Bucket) else DenseSending(bucket, self.terms)
+            if not isinstance(bucket, Bucket):
+                sending = DenseSending(bucket, self.terms)
+            elif bucket.device is None or bucket.stage.is_dense:
+                sending = Sending(bucket, self.terms)
+            else:
+                sending = DeviceSending(bucket, self.terms, bucket.device)
             self.sendings[bucket.name] = sending
         return sending
-
-    def send(self, sending: AnySending, start: Start) -> None:
-        """Begin the exchange of a complete bucket."""
-        self.waits[sending.name] = start(sending, sending.begin())
 
     def spoil(self, bucket: AnyBucket) -> AnySending:
         """Let this rank give the step up, and return a bucket that is to say so: its exchange has not begun yet."""
@@ -112,31 +107,6 @@ class Step:
         self.fails |= sending.fails
         return collective
 
-    def complete(self, start: Start) -> None:
-        """Wait for all exchanges that have begun, to their ends. `start` starts a bucket's next collective."""
-        under_way: list[tuple[AnySending, Wait]] = []
-        # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
-        for bucket in self.feedback.all_buckets:
-            if bucket.name in self.waits:
-                under_way.append((self.sendings[bucket.name], self.waits[bucket.name]))
-        self.feedback.is_broken = True
-        while under_way:
-            # Every bucket's next collective is started before the first of them is waited for.
-            left, under_way = deque(under_way), []
-            try:
-                while left:
-                    sending, wait = left.popleft()
-                    collective = self.advance(sending, wait())
-                    if collective is not None:
-                        under_way.append((sending, start(sending, collective)))
-            except Exception:
-                # All ranks have started these. What has not ended could not be started again.
-                for _, wait in left:
-                    with suppress(Exception):
-                        wait()
-                raise
-        self.feedback.is_broken = False
-
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
         """End the step, all of whose exchanges have ended, and write all reduced gradients.
 
@@ -151,9 +121,11 @@ class Step:
             # Before the reduced gradients take the place of those that are to be taken out again.
             self.abandon()
         else:
+            crowded = False
             for sending in self.sendings.values():
-                sending.commit()
-            self.feedback.warn_truncated()
+                crowded |= sending.commit()
+            if crowded:
+                self.feedback.warn_truncated()
         for sending in () if self.given_up else self.sendings.values():
             write(sending.layout.slots, sending.reduced(self.terms.divisor))
 

@@ -124,9 +124,6 @@ class Sender(Named, Protocol):
     def message(self) -> Array:
         """Select, take what was selected out of the residual, and return message 1 of `wire` with it."""
 
-    def finish(self) -> None:
-        """Wait for the selection that `message` has begun, and learn from it."""
-
     def select(self) -> Selection:
         """Return the selection from the buffer. Nothing is taken."""
 

@@ -24,6 +24,7 @@ from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.driver import log_start
 from horovod_sparse.core.feedback import AnyBucket, Feedback
 from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.step import Step
 from horovod_sparse.core.store import Store
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
@@ -79,7 +80,7 @@ class HostDriver(Store):
         super().__init__(compressor)
         self._collectives = collectives
         self._new_feedback = partial(Feedback, host_ops(_threads()), compressor, **worker)
-        self._begins_dense = compressor.first_sparse_step(worker["world"]) > 0
+        self._begins_dense = first_sparse_step(compressor, worker["world"]) > 0
         """Whether everything is sent in the first steps."""
         self._generation: dict[str, int] = {}
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
@@ -225,7 +226,8 @@ class HostDriver(Store):
         step = max(bucket.state.step for bucket in buckets)
         for bucket in buckets:
             bucket.state.step = step
-        return np.bool_(buckets[0].is_dense)
+            bucket.go_on(bucket.state)
+        return np.bool_(buckets[0].stage.is_dense)
 
     def _take_in(self, name: str, names: list[str], rate: np.float64, *inputs: NDArray[Any]) -> NDArray[Any]:
         step, gradients = self.begun, dict(zip(names, inputs, strict=True))

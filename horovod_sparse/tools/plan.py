@@ -13,6 +13,7 @@ from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.core.plan import first_sparse_step, rounds_of
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Round
 from horovod_sparse.exchange.shared import Dense
@@ -78,7 +79,7 @@ def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], R
 
 
 def _rounds(compressor: Compressor, parameters: int, ratio: float, world: int) -> Rounds:
-    return list(zip(*(compressor.rounds(n, ratio, world) for n in _sizes(parameters)), strict=True))
+    return list(zip(*(rounds_of(compressor, n, ratio, world) for n in _sizes(parameters)), strict=True))
 
 
 def _sizes(parameters: int, most: int = BUCKET_BYTES // 4) -> list[int]:
@@ -111,10 +112,10 @@ METHODS = (DENSE32, DENSE16, POWER, PAIRS, PACKED, UNION, SHARED)
 
 def warm_up(compressor: Compressor, parameters: int, world: int) -> tuple[int, int, float]:
     """Return the steps of a warm-up, how many of them, the first ones, are dense, and the bytes that a worker sends in all."""
-    dense, steps, sent = compressor.first_sparse_step(world), 0, 0.0
+    dense, steps, sent = first_sparse_step(compressor, world), 0, 0.0
     whole: Rounds = [Dense().rounds(numel, 0, 0, world) for numel in _sizes(parameters)]
-    for stair in compressor.warmup_stairs():
-        ratio, steps = compressor.ratio_at(stair.start), stair.stop
+    for stair in compressor.schedule.stairs():
+        ratio, steps = compressor.schedule.ratio(stair.start), stair.stop
         rounds = whole if stair.start < dense else _rounds(compressor, parameters, ratio, world)
         sent += len(stair) * _sent(rounds, world)
     return steps, dense, sent

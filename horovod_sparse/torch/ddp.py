@@ -111,12 +111,12 @@ class DDPSource(TensorSource):
             self._begin_backward()
         if self.driver.feedback is None:
             self._check(bucket)
-        if self._used is not None:
+        if self._used is not None and not self._noted.issuperset(parameters):
             # Here the bare hook meets its parameters, and others those that are trained only now: these have gradients.
             self._used.update(self._note(parameters))
         self._gradients.update(zip(parameters, bucket.gradients(), strict=True))
         self._promised.append((buffer, future))
-        if self.driver.feedback is not None and not self.compressor.holds_back:
+        if self.driver.feedback is not None and not self.holds_back:
             self.begin()
             for parameter in parameters:
                 if parameter not in self.names:
@@ -172,7 +172,8 @@ class DDPSource(TensorSource):
             engine = Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(end))
         finally:
-            self.driver.drop()
+            if self.driver.step is not None:
+                self.driver.drop()
             self._forget()
         for buffer, future in promised:
             future.set_result(buffer)

@@ -126,7 +126,7 @@ class HorovodSource(TensorSource):
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._handed[parameter] = Handed.of(parameter.grad)
-            if self.driver.feedback is None or self.compressor.holds_back:
+            if self.driver.feedback is None or self.holds_back:
                 return
             if parameter in self.names:
                 self.begin()

@@ -46,6 +46,8 @@ class TensorSource(ABC):
     ) -> None:
         compressor.bind(self)
         self.compressor, self.active, self.optimizer = compressor, active, optimizer
+        self.holds_back = compressor.holds_back
+        """Whether all gradients of a step must be there before the first one is added."""
         self.driver = Driver(
             compressor, transport, self._new_feedback, kernels=kernels.variant(), settle=self.settle, place=place
         )
@@ -87,7 +89,7 @@ class TensorSource(ABC):
         if self.compressor.lr_in_residual:
             self._rates = {one: float(group["lr"]) for group in self.param_groups for one in group["params"]}
         gradients: list[Tensor] = []
-        if self.compressor.holds_back:
+        if self.holds_back:
             gradients = [one for one in map(self.gradient, self.names) if one is not None]
         self.driver.begin(gradients, 1.0 if self.scaler is None else float(self.scaler.get_scale()))
 
@@ -199,7 +201,7 @@ class TensorSource(ABC):
         """Yield parameters for which something waits, and their residuals; between two steps, or before the first one."""
         feedback, state = self.driver.feedback, self.driver.deferred or empty_state()
         residuals = state["residuals"] if feedback is None else feedback.residuals.views
-        if feedback is not None and all(bucket.is_dense for bucket in feedback.buckets):
+        if feedback is not None and all(bucket.stage.is_dense for bucket in feedback.buckets):
             return
         for name, parameter in parameters.items():
             residual = residuals.get(self.names.get(parameter, name)) if parameter.requires_grad else None

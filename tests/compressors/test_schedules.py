@@ -11,6 +11,7 @@ import pytest
 
 from horovod_sparse.compressors import MiCRO, RandomK, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.plan import first_sparse_step, highest_ratio, rounds_of
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.public import Pairs, Union
 from tests.harness.stairs import Halving
@@ -20,7 +21,7 @@ from tests.harness.stairs import Halving
 @pytest.mark.parametrize("ratio", [1.0, 0.01, 0.001])
 def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> None:
     compressor = TopK(ratio, warmup=c)
-    ratios = [compressor.ratio_at(step) for step in range(5000)]
+    ratios = [compressor.schedule.ratio(step) for step in range(5000)]
     for step, found in enumerate(ratios):
         least = min(max(ratio, c / (step + 1)), 1.0)
         assert least <= found <= max(ratio, 2**0.5 * least)
@@ -45,15 +46,15 @@ def test_a_step_is_dense_while_that_sends_fewer_bytes(
     compressor: Compressor, numbers: tuple[float, bool], world: int
 ) -> None:
     numel, (width, gathers) = 2**20, numbers
-    first = compressor.first_sparse_step(world)
+    first = first_sparse_step(compressor, world)
     dense = allreduce_bytes(4 * numel, world)
     for step in {0, first - 1, first} - {-1}:
-        k = compressor.target_count(numel, compressor.ratio_at(step))
+        k = compressor.target_count(numel, compressor.schedule.ratio(step))
         nbytes = 4 * width * compressor.message_capacity(numel, k, world)
         sparse = (world - 1) * nbytes if gathers else allreduce_bytes(nbytes, world)
         # A bit map, or what follows the values, adds less than a tenth.
         assert sparse > 0.9 * dense if step < first else sparse <= dense
-    assert compressor.highest_ratio(world) == compressor.ratio_at(first)
+    assert highest_ratio(compressor, world) == compressor.schedule.ratio(first)
 
 
 SCALED = [TopK, SIDCo, MiCRO, RandomK, partial(TopK, exchange=Union())]
@@ -65,9 +66,9 @@ def test_no_warm_up_sends_more_than_dense_steps_would(make: Callable[[float], Co
     """From a million entries on. In smaller buckets, a thousand workers' headers alone can be more."""
     compressor = make(ratio)
     for world, numel in itertools.product((16, 64, 256, 1024), (2**20, 6_553_600)):
-        for stair in compressor.warmup_stairs():
-            if stair.start >= compressor.first_sparse_step(world):
-                rounds = compressor.rounds(numel, compressor.ratio_at(stair.start), world)
+        for stair in compressor.schedule.stairs():
+            if stair.start >= first_sparse_step(compressor, world):
+                rounds = rounds_of(compressor, numel, compressor.schedule.ratio(stair.start), world)
                 assert sum(one.bytes_sent(world) for one in rounds) <= allreduce_bytes(4 * numel, world)
 
 
@@ -77,5 +78,5 @@ def test_no_warm_up_sends_more_than_dense_steps_would(make: Callable[[float], Co
     ids=repr,
 )
 def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> None:
-    assert compressor.first_sparse_step(8) == 0
-    assert {compressor.ratio_at(step) for step in range(50)} == {compressor.target_count(10**6) / 10**6}
+    assert first_sparse_step(compressor, 8) == 0
+    assert {compressor.schedule.ratio(step) for step in range(50)} == {compressor.target_count(10**6) / 10**6}

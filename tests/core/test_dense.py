@@ -18,7 +18,7 @@ def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
     for rank, bucket in enumerate(buckets):
         bucket.state.cut = 1.0 + rank
     take_step(backend, workers, given)
-    assert all(bucket.is_dense for bucket in buckets)
+    assert all(bucket.stage.is_dense for bucket in buckets)
     buckets[1].state.step += 1
     with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
         take_step(backend, workers, given)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from horovod_sparse import kernels
+from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
@@ -274,7 +275,7 @@ class Machine(RuleBasedStateMachine):
                 left = np.abs(after[indices])
                 assert before.dtype == "float64" or (left <= rounded).all(), "what is sent leaves the residual"
                 masks = compressor.momentum_correction is not None and compressor.momentum_correction.masking
-                if masks and self.steps >= compressor.first_sparse_step(world.world):
+                if masks and self.steps >= first_sparse_step(compressor, world.world):
                     expected.velocities[slot.name].reshape(-1)[indices] = 0
                 expected.residuals[slot.name] = after.copy().reshape(slot.shape)
             self.check_conserved(slot.name, shares, parts, pairs=pairs)
@@ -306,7 +307,7 @@ class Machine(RuleBasedStateMachine):
         """Check one bucket's counts of the step, and return them."""
         world, compressor = self.main, self.main.compressor
         bucket = world.workers[rank].buckets[number]
-        k = compressor.target_count(bucket.numel, compressor.ratio_at(self.steps))
+        k = compressor.target_count(bucket.numel, compressor.schedule.ratio(self.steps))
         room, everything = compressor.message_capacity(bucket.numel, k, world.world), bucket.numel
         exchange, counts = world.exchange_of(self.steps), bucket.tally.last
         if isinstance(exchange, Dense):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.plan import first_sparse_step
 
 
 @dataclass(frozen=True)
@@ -31,4 +32,4 @@ def dense_until(step: int, make: Callable[..., Any], world: Callable[[], int]) -
 
 def _dense_until(step: int, make: Callable[..., Any], world: Callable[[], int], **settings: Any) -> Any:
     made = (make(warmup=float(c), **settings) for c in np.geomspace(step / 64, 2 * step, 200))
-    return next(one for one in made if one.first_sparse_step(world()) == step)
+    return next(one for one in made if first_sparse_step(one, world()) == step)

@@ -9,6 +9,7 @@ import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout, Parameter, Slot
+from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
@@ -252,7 +253,7 @@ class World:
     # --- what it holds ---
 
     def exchange_of(self, step: int) -> Exchange:
-        first = self.compressor.first_sparse_step(self.world)
+        first = first_sparse_step(self.compressor, self.world)
         return Dense() if step < first else self.compressor.exchange
 
     def state_dicts(self) -> list[dict[str, Any]]:

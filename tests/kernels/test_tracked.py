@@ -140,8 +140,8 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         if step == 3:
             worker.rescale(0.01)
             # Not the sums either, which this compressor does not ask for.
-            selector: Any = worker.buckets[0].host
-            assert selector._tracked._notes is None
+            tracked: Any = worker.buckets[0].tracked
+            assert tracked._notes is None
         bucket = worker.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.core.plan import first_sparse_step
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
@@ -101,8 +102,8 @@ def test_buckets_that_were_made_together_end_their_dense_steps_together() -> Non
     """Also if one took no part in some steps: the graph decides for all of them."""
     shapes = {"a": (400,), "b": (300,)}
     driver = driver_of(TopK(0.1), shapes, world=2)
-    first = driver.compressor.first_sparse_step(2)
+    first = first_sparse_step(driver.compressor, 2)
     assert first > 1 and driver._are_dense([*shapes])
     driver.known.bucket_of["b"].state.step = first
     assert not driver._are_dense([*shapes])
-    assert not any(bucket.is_dense for bucket in driver.known.buckets)
+    assert not any(bucket.stage.is_dense for bucket in driver.known.buckets)

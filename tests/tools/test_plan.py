@@ -14,6 +14,7 @@ import pytest
 import horovod_sparse.numpy
 from horovod_sparse.compressors import MiCRO, SIDCo
 from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
+from horovod_sparse.core.plan import first_sparse_step, rounds_of
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli
@@ -118,14 +119,14 @@ def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compresso
     buckets = [most, parameters - most]
     step = dense_steps = 0
     sent = 0.0
-    while (now := compressor.ratio_at(step)) > ratio:
-        is_dense = step < compressor.first_sparse_step(world)
+    while (now := compressor.schedule.ratio(step)) > ratio:
+        is_dense = step < first_sparse_step(compressor, world)
         for numel in buckets:
-            rounds = Dense().rounds(numel, 0, 0, world) if is_dense else compressor.rounds(numel, now, world)
+            rounds = Dense().rounds(numel, 0, 0, world) if is_dense else rounds_of(compressor, numel, now, world)
             sent += sum(one.bytes_sent(world) for one in rounds)
         dense_steps += is_dense
         step += 1
-    assert compressor.ratio_at(step + 10) == ratio
+    assert compressor.schedule.ratio(step + 10) == ratio
     found = warm_up(compressor, parameters, world)
     assert found[:2] == (step, dense_steps) and found[2] == pytest.approx(sent)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
-from horovod_sparse.core.selector import Outcome, SlotGradient
+from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import CHUNK, write
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
-from horovod_sparse.ops.protocol import Momentum
+from horovod_sparse.ops.protocol import Momentum, Part
 
 _BLOCK = 4096
 _TILES = 2048
@@ -87,6 +87,8 @@ class DeviceBucket:
             self._tiles_of[offset] = range(len(starts), len(starts) + len(tiles))
             starts.extend(tiles)
             offset += size
+        self._sizes = dict(zip(self._tiles_of, sizes, strict=True))
+        """The number of entries of each parameter, keyed alike."""
         self._tiles = len(starts)
         spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
@@ -135,7 +137,7 @@ class DeviceBucket:
         elif numbers["candidates"] > _MANY * sent:
             self._margin *= _LESS
 
-    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
+    def accumulate(self, gradients: Sequence[Part], momentum: Momentum | None, rate: float) -> None:
         request, floor = self.rule.request(self._state, self._k), self._floor()
         factor, ahead = momentum or (0.0, None)
         numbers = request.cut, floor, factor, ahead or 0.0, rate
@@ -149,13 +151,14 @@ class DeviceBucket:
             # A product and a sum must round twice, as they do everywhere else.
             "enable_fp_fusion": momentum is None and rate == 1.0,
         }
-        for slot, gradient in gradients:
-            part, tiles = slice(slot.offset, slot.offset + slot.numel), self._tiles_of[slot.offset]
+        for offset, gradient in gradients:
+            numel, tiles = self._sizes[offset], self._tiles_of[offset]
+            part = slice(offset, offset + numel)
             x = self.buffer[part]
             moving = x if self._velocity is None else self._velocity[part]
             flat = x if gradient is None else gradient.contiguous()
             assert flat.numel() == x.numel()
-            place = slot.offset, slot.numel, tiles.start, self._tiles
+            place = offset, numel, tiles.start, self._tiles
             results = self._partials, self._found, self._slots
             with torch.cuda.device_of(self.buffer):
                 has = {"HAS_GRADIENT": gradient is not None}
@@ -223,7 +226,7 @@ def selector_for(
     compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None, **shape: int
 ) -> DeviceBucket | None:
     """Return what selects from a bucket on its device; None if the compressor, or a float64 residual, needs the host."""
-    rule = rule_of(compressor)
+    rule = rule_of(compressor, layout.numel)
     if rule is None or buffer.dtype != torch.float32:
         return None
     ratio = compressor.target_count(layout.numel) / layout.numel

@@ -74,6 +74,8 @@ class Fitted(Rule):
     """The rule of SIDCo with a distribution whose fit is a formula."""
 
     compressor: SIDCo
+    numel: int
+    """Entries of the bucket."""
     measures = True
 
     def request(self, state: BucketState, k: int) -> Request:
@@ -102,12 +104,12 @@ class Fitted(Rule):
             if request.trust[0] <= found <= request.trust[1] and state.stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"])
                 _, following = self.compressor.last_stage(state.cut, tail, count, numbers["largest"], aim, state.stages)
-            self.compressor.learn(state, k, aim, found)
+            self.compressor.learn(state, k, self.numel, aim, found)
         state.cut = following if state.stages > 1 else math.inf
 
 
-def rule_of(compressor: Compressor) -> Rule | None:
-    """Return how a compressor selects on the device, or None if it does not."""
+def rule_of(compressor: Compressor, numel: int) -> Rule | None:
+    """Return how a compressor selects on the device from a bucket of `numel` entries, or None if it does not."""
     if type(compressor.exchange) is not Pairs or compressor.clip is not None:
         return None
     select = type(compressor).select
@@ -117,5 +119,5 @@ def rule_of(compressor: Compressor) -> Rule | None:
         return Above(compressor.threshold)
     if isinstance(compressor, SIDCo) and select is SIDCo.select:
         formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
-        return Fitted(compressor) if formula else None
+        return Fitted(compressor, numel) if formula else None
     return None

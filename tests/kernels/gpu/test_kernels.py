@@ -22,7 +22,6 @@ from hypothesis.extra import numpy as npst
 from horovod_sparse.compressors import GaussianK, Threshold, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
@@ -62,7 +61,7 @@ class Worker:
         self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
         self.state = compressor.new_state()
         self.residual = torch.zeros(sum(sizes))
-        self.rule, self.k = rule_of(compressor), compressor.target_count(sum(sizes))
+        self.rule, self.k = rule_of(compressor, sum(sizes)), compressor.target_count(sum(sizes))
         assert self.rule is not None
         of_tiles: Any = {"block": block, "chunk": chunk, "groups": GROUPS}
         self.bucket = DeviceBucket(self.rule, self.residual, None, sizes, self.k / sum(sizes), **of_tiles)
@@ -74,8 +73,7 @@ class Worker:
         ORACLE.accumulate(expected, [(0, gradient)])
         self.bucket.begin(self.state, Stage(range(1), self.k, self.capacity, Pairs(), False, 0.0))
         for offset, end in itertools.pairwise(np.cumsum([0, *self.sizes]).tolist()):
-            slot = Slot("", offset, end - offset, (end - offset,))
-            self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], None, 1.0)
+            self.bucket.accumulate([(offset, torch.from_numpy(gradient[offset:end].copy()))], None, 1.0)
         np.testing.assert_array_equal(self.residual.numpy(), expected)
         return expected
 
@@ -167,7 +165,7 @@ def check_accumulate(
     sizes = [3, residual.size, 2]
     bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
     bucket.begin(NO_STATE, Stage(range(1), 1, 1, Pairs(), False, 0.0))
-    bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], momentum, rate)
+    bucket.accumulate([(3, gradient)], momentum, rate)
     np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -410,7 +408,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         _, cut = worker.compressor.last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages)
         if step.request.trust[0] <= found <= step.request.trust[1]:
             assert worker.state.cut == pytest.approx(cut, rel=1e-9)
-            worker.compressor.learn(before, worker.k, asked, int(found))
+            worker.compressor.learn(before, worker.k, 300, asked, int(found))
             assert worker.state.aim == before.aim
         assert worker.state.stages == stages
 
@@ -456,7 +454,7 @@ def test_what_does_not_select_on_the_device() -> None:
         SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),
     ):
-        assert rule_of(other) is None
+        assert rule_of(other, 100) is None
 
 
 def run(*arguments: object, **environment: Any) -> subprocess.CompletedProcess[str]:
