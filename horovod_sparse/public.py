@@ -1,4 +1,4 @@
-"""What every adapter offers beside the compressors. Imports no framework."""
+"""What every adapter offers beside the compressors. Imports no framework. Tested by tests/compressors/test_registry.py."""
 
 from horovod_sparse.compressors.momentum import Clip as Clip
 from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection

@@ -1,4 +1,7 @@
-"""What all compressors share: their settings with checks, and the one method that each algorithm supplies."""
+"""What all compressors share: their settings with checks, and the one method that each algorithm supplies.
+
+Tested by tests/compressors/test_checks.py and test_laws.py.
+"""
 
 from __future__ import annotations
 

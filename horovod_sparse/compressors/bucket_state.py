@@ -1,4 +1,4 @@
-"""What a compressor carries from step to step for one bucket. Imports no framework."""
+"""What a compressor carries from step to step for one bucket. Imports no framework. Tested by tests/core/test_state.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No sparsification, through the whole sparse path."""
+"""No sparsification, through the whole sparse path. Tested by tests/compressors/test_laws.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random-block: neighbouring entries, chosen at random."""
+"""Random-block: neighbouring entries, chosen at random. Tested by tests/compressors/test_draws.py."""
 
 from __future__ import annotations
 

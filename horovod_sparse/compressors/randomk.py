@@ -1,4 +1,4 @@
-"""Random-k: entries chosen at random, not by size."""
+"""Random-k: entries chosen at random, not by size. Tested by tests/compressors/test_draws.py."""
 
 from __future__ import annotations
 

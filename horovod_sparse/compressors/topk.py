@@ -1,4 +1,4 @@
-"""Exact top-k."""
+"""Exact top-k. Tested by tests/compressors/test_laws.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's collectives of a process set, started in the same order on all ranks."""
+"""Horovod's collectives of a process set, started in the same order on all ranks. Tested by tests/parallel/local.py."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ theta_r are worker r's variables after H = `every` batches from the shared theta
     theta   = theta + mean(sent_r)
 
 With `ahead` c, worker r begins its batches at theta + c/s e_r, and its movement is counted from there.
+
+Tested by tests/parallel/tf/local.py.
 """
 
 from __future__ import annotations

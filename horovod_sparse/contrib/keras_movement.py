@@ -1,4 +1,7 @@
-"""How far the batches of one worker move the variables of a Keras model, and by how much that grows. Imports no framework."""
+"""How far the batches of one worker move the variables of a Keras model, and by how much that grows. Imports no framework.
+
+Tested by tests/parallel/tf/local.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who exchanges the movements of local updates in Keras, and what is refused: NumPy arrays, by Horovod's collectives."""
+"""Who exchanges the movements of local updates in Keras, and what is refused: NumPy arrays, by Horovod's collectives.
+
+Tested by tests/parallel/tf/local.py.
+"""
 
 from __future__ import annotations
 

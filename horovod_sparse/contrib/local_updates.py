@@ -9,6 +9,8 @@ theta_r are worker r's parameters after H = `every` steps of its optimizer from 
     theta   = theta + mean(sent_r)
 
 This is SparseLoCo (https://arxiv.org/abs/2508.15706) without decay of e and without an outer learning rate, and with s.
+
+Tested by tests/parallel/local.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a compressor must not do to movements of parameters. Imports no framework."""
+"""What a compressor must not do to movements of parameters. Imports no framework. Tested by tests/parallel/local.py."""
 
 from __future__ import annotations
 

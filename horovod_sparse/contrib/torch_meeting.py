@@ -1,4 +1,7 @@
-"""What the workers of local updates tell each other before each exchange. Never imports Horovod."""
+"""What the workers of local updates tell each other before each exchange. Never imports Horovod.
+
+Tested by tests/parallel/local.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How far an optimizer moves the parameters of one worker, and by how much that grows. Never imports Horovod."""
+"""How far an optimizer moves the parameters of one worker, and by how much that grows. Never imports Horovod.
+
+Tested by tests/parallel/local_programs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rounds of local updates: some steps of each worker alone, then an exchange of how far they have moved the parameters."""
+"""The rounds of local updates: some steps of each worker alone, then an exchange of how far they have moved the parameters.
+
+Tested by tests/parallel/local_programs.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who exchanges the movements of local updates, and what is refused. Imports Horovod only where it is used."""
+"""Who exchanges the movements of local updates, and what is refused. Imports Horovod only where it is used.
+
+Tested by tests/parallel/local.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What one bucket keeps from step to step on this rank: memory, adaptive state and statistics. Imports no framework."""
+"""What one bucket keeps from step to step on this rank: memory, adaptive state and statistics. Imports no framework.
+
+Tested by tests/core/test_machine.py.
+"""
 
 from __future__ import annotations
 

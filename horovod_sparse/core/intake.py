@@ -1,4 +1,7 @@
-"""What happens to a gradient before it is added to the residual: clipping, loss scale, learning rate. Imports no framework."""
+"""What happens to a gradient before it is added to the residual: clipping, loss scale, learning rate. Imports no framework.
+
+Tested by tests/compressors/test_momentum.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What is decided before a step: which parameters share a bucket, and how much of each bucket is sent, and how.
 
 All of this follows from the compressor, the parameters and the number of workers, the same on every rank. Imports no framework.
+
+Tested by tests/core/test_layout.py and tests/compressors/test_schedules.py.
 """
 
 from __future__ import annotations

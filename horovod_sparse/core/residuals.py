@@ -1,4 +1,7 @@
-"""The residuals of one rank: a flat buffer per bucket, in which each parameter is a named slice."""
+"""The residuals of one rank: a flat buffer per bucket, in which each parameter is a named slice.
+
+Tested by tests/core/test_state.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What selects on a bucket's own device, as `core.sending.DeviceSending` sees it. Imports no framework."""
+"""What selects on a bucket's own device, as `core.sending.DeviceSending` sees it. Imports no framework.
+
+Tested by tests/kernels/gpu/test_bucket.py.
+"""
 
 from __future__ import annotations
 

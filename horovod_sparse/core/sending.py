@@ -1,4 +1,4 @@
-"""One bucket in one step, from gradients to reduced gradients. Imports no framework."""
+"""One bucket in one step, from gradients to reduced gradients. Imports no framework. Tested by tests/core/test_machine.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every framework needs of stock Horovod. Imports no framework."""
+"""What every framework needs of stock Horovod. Imports no framework. Tested by tests/torch/test_seam.py."""
 
 from __future__ import annotations
 

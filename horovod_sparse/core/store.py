@@ -1,4 +1,7 @@
-"""What serves one compressor: what lasts of its parameters, also of those that have no buckets yet. Imports no framework."""
+"""What serves one compressor: what lasts of its parameters, also of those that have no buckets yet. Imports no framework.
+
+Tested by tests/core/test_state.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What carries out the collectives of exchanges, whoever hands over gradients. Imports no framework."""
+"""What carries out the collectives of exchanges, whoever hands over gradients. Imports no framework.
+
+Tested by tests/core/test_driver.py.
+"""
 
 from __future__ import annotations
 

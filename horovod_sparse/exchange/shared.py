@@ -1,4 +1,7 @@
-"""Values without indices: all entries, or those that all ranks choose alike. Imports no framework."""
+"""Values without indices: all entries, or those that all ranks choose alike. Imports no framework.
+
+Tested by tests/exchange/test_protocols.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The union of all ranks' entries. Imports no framework."""
+"""The union of all ranks' entries. Imports no framework. Tested by tests/exchange/test_protocols.py."""
 
 from __future__ import annotations
 

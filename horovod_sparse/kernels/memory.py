@@ -1,4 +1,4 @@
-"""How kernels see the arrays of a framework. Imports no framework."""
+"""How kernels see the arrays of a framework. Imports no framework. Tested by tests/kernels/test_ops.py."""
 
 from __future__ import annotations
 

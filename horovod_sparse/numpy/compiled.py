@@ -1,4 +1,4 @@
-"""The array operations with compiled kernels, on NumPy arrays."""
+"""The array operations with compiled kernels, on NumPy arrays. Tested by tests/kernels/test_ops.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The array operations in NumPy: the oracle. Written for clarity. Imports no framework except NumPy."""
+"""The array operations in NumPy: the oracle. Written for clarity. Imports no framework except NumPy.
+
+Tested by tests/ops/test_protocol.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The collectives of an mpi4py communicator. Does not import mpi4py: the communicator is passed in."""
+"""The collectives of an mpi4py communicator. Does not import mpi4py: the communicator is passed in.
+
+Tested by tests/parallel/policies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operations that know the large entries of one array, and look only at those where they suffice. Imports no framework."""
+"""Operations that know the large entries of one array, and look only at those where they suffice. Imports no framework.
+
+Tested by tests/kernels/test_tracked.py.
+"""
 
 from __future__ import annotations
 

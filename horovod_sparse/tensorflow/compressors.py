@@ -1,4 +1,7 @@
-"""The compressors as TensorFlow users pass them: each algorithm combined with Horovod's Compressor interface."""
+"""The compressors as TensorFlow users pass them: each algorithm combined with Horovod's Compressor interface.
+
+Tested by tests/compressors/test_registry.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's collectives as named graph operations within one process set."""
+"""Horovod's collectives as named graph operations within one process set. Tested by tests/parallel/tf/tape.py."""
 
 from __future__ import annotations
 

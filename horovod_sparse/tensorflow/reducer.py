@@ -3,6 +3,8 @@
 There is one `Reducer` per compressor. It takes the place of the function that stock Horovod's `_make_allreduce_grads_fn`
 returns. The reduction of a variable is planned when its first gradient is seen, also while a `tf.function` is traced. The
 ranks compare their settings then, so that a difference raises on all of them instead of hanging.
+
+Tested by tests/parallel/tf/tape.py.
 """
 
 from __future__ import annotations

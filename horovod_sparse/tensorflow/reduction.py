@@ -1,4 +1,4 @@
-"""What Horovod's tapes and optimizers are told about how gradients are reduced."""
+"""What Horovod's tapes and optimizers are told about how gradients are reduced. Tested by tests/parallel/tf/tape.py."""
 
 from __future__ import annotations
 

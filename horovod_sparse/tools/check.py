@@ -1,4 +1,7 @@
-"""Check whether this machine can train with sparse gradients. Libraries are imported in other processes: one may crash."""
+"""Check whether this machine can train with sparse gradients. Libraries are imported in other processes: one may crash.
+
+Tested by tests/tools/test_cli.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of commands, as people write them. The `type` of an option is `partial(parse_count, name)`."""
+"""Options of commands, as people write them. The `type` of an option is `partial(parse_count, name)`.
+
+Tested by tests/tools/test_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The array operations with compiled kernels, on tensors on the CPU. All other tensors are left to PyTorch's operations."""
+"""The array operations with compiled kernels, on tensors on the CPU. All other tensors are left to PyTorch's operations.
+
+Tested by tests/kernels/test_ops.py.
+"""
 
 from __future__ import annotations
 

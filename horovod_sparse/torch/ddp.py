@@ -2,6 +2,8 @@
 
 DDP's buckets are not ours: DDP packs its own anew after the first step. The hook of the last one ends all exchanges, in one
 order on all ranks, and writes to DDP's memory.
+
+Tested by tests/parallel/ddp/hook.py.
 """
 
 from __future__ import annotations

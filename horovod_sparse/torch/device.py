@@ -1,4 +1,7 @@
-"""Decides what NVIDIA GPUs do without the host. Imports torch, and Triton when it is used; never Horovod."""
+"""Decides what NVIDIA GPUs do without the host. Imports torch, and Triton when it is used; never Horovod.
+
+Tested by tests/kernels/gpu/test_bucket.py.
+"""
 
 from __future__ import annotations
 

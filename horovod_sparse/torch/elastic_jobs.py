@@ -1,4 +1,7 @@
-"""Elastic jobs: residuals follow `hvd.elastic.TorchState` when it commits, restores, and begins again with other workers."""
+"""Elastic jobs: residuals follow `hvd.elastic.TorchState` when it commits, restores, and begins again with other workers.
+
+Tested by tests/parallel/test_elastic.py.
+"""
 
 from __future__ import annotations
 

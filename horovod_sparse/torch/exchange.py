@@ -1,4 +1,4 @@
-"""Horovod's collectives of one process set, matched by their names."""
+"""Horovod's collectives of one process set, matched by their names. Tested by tests/parallel/exchange.py."""
 
 from __future__ import annotations
 

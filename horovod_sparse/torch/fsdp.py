@@ -2,6 +2,8 @@
 
 FSDP averages gradients over the ranks that hold one replica of the model together. It leaves a shard of each gradient on each
 rank. The ranks that hold the same shard of different replicas exchange it here, when FSDP has ended its backward pass.
+
+Tested by tests/parallel/ddp/sharded.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The collectives of a process group of `torch.distributed`. All its ranks must start them in the same order."""
+"""The collectives of a process group of `torch.distributed`. All its ranks must start them in the same order.
+
+Tested by tests/parallel/ddp/hook.py.
+"""
 
 from __future__ import annotations
 

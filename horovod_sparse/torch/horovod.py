@@ -3,6 +3,8 @@
 Hooks hand gradients over while backward goes on, and never wait for another rank. `synchronize` waits, once. It reduces
 whole steps: the first, before which the ranks compare their settings, and every step of a compressor that must see all
 gradients first.
+
+Tested by tests/parallel/usage.py.
 """
 
 from __future__ import annotations

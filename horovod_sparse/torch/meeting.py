@@ -1,4 +1,7 @@
-"""How the ranks of a process group meet: they agree on parameters, and on a step that fails on some of them. No Horovod."""
+"""How the ranks of a process group meet: they agree on parameters, and on a step that fails on some of them. No Horovod.
+
+Tested by tests/parallel/ddp/sharded.py.
+"""
 
 from __future__ import annotations
 

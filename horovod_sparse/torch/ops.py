@@ -2,6 +2,8 @@
 
 Statistics run over chunks that stay in the processor's cache: a pass costs about one read of the memory, and no temporary
 is as large as the tensor. The results are Python numbers. On a GPU each of them costs one host synchronisation.
+
+Tested by tests/ops/test_protocol.py.
 """
 
 from __future__ import annotations

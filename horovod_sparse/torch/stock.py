@@ -1,4 +1,7 @@
-"""Stock Horovod's module for PyTorch, if it is there. Whoever trains with `torch.distributed` needs no Horovod."""
+"""Stock Horovod's module for PyTorch, if it is there. Whoever trains with `torch.distributed` needs no Horovod.
+
+Tested by tests/parallel/imports.py.
+"""
 
 from __future__ import annotations
 

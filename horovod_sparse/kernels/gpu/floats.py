@@ -1,4 +1,7 @@
-"""What the kernels do with float32: its bits, and its range. Imports triton, and constants."""
+"""What the kernels do with float32: its bits, and its range. Imports triton, and constants.
+
+Tested by tests/kernels/gpu/test_kernels.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kernels that write a message of pairs, and add up what has arrived. Imports torch and Triton."""
+"""The kernels that write a message of pairs, and add up what has arrived. Imports torch and Triton.
+
+Tested by tests/kernels/gpu/test_kernels.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
 compressors elsewhere: SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off by
 more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+
+Tested by tests/kernels/gpu/test_kernels.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 They read the candidates alone, run by run. If these are too few, `sample` estimates from some of the entries what the
 candidates should exceed, and `collect` lists them again. If they are still too few, all entries are read: what is selected is
 exact in any case.
+
+Tested by tests/kernels/gpu/test_kernels.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The kernel that decides what is to be selected, and what it leaves to the later ones. Imports triton, and constants."""
+"""The kernel that decides what is to be selected, and what it leaves to the later ones. Imports triton, and constants.
+
+Tested by tests/kernels/gpu/test_kernels.py.
+"""
 
 from __future__ import annotations
 

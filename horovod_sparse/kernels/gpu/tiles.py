@@ -1,4 +1,7 @@
-"""The kernel that takes in gradients tile by tile, and the numbers that a step leaves. Imports triton, and constants."""
+"""The kernel that takes in gradients tile by tile, and the numbers that a step leaves. Imports triton, and constants.
+
+Tested by tests/kernels/gpu/test_kernels.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for Keras 3."""
+"""Callbacks for Keras 3. Tested by tests/parallel/tf/keras3.py."""
 
 from __future__ import annotations
 

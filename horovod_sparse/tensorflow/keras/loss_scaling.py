@@ -2,6 +2,8 @@
 
 It looks whether gradients are finite, and leaves out the step if they are not. It must look at reduced gradients, so that all
 ranks do the same. Residuals are kept without the scale (`core.step.Step`).
+
+Tested by tests/parallel/tf/scaling.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Every update goes through the public `Optimizer.apply`. So a distributed optimizer has its own `apply`, as an attribute of the
 instance. Its class stays that of the plain optimizer, and so does what is saved.
+
+Tested by tests/parallel/tf/keras3.py.
 """
 
 from __future__ import annotations
