@@ -20,7 +20,7 @@ from typing import Any
 PAGE = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 _LIST = re.compile(r"(<!-- calls: (there|back) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _PACKAGE = "/horovod_sparse/"
-_THERE = {"TrackedMemory.take_in", "SIDCo.select", "KernelOps.take_pairs_out", "allgather_async"}
+_THERE = {"TrackedMemory.add", "SIDCo.select", "KernelOps.take_pairs_out", "allgather_async"}
 _BACK = {"synchronize", "KernelOps.rows_in_use", "KernelOps.assemble"}
 """The functions of the package, and of Horovod, that have the data in their hands."""
 

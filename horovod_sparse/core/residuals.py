@@ -46,7 +46,7 @@ class Residuals:
             self.aside[name] = self._ops.copy(self.views[name])
             self.views[name][...] = 0
 
-    def take_up(self, name: str) -> None:
+    def put_back(self, name: str) -> None:
         """Let a parameter go on with what was set aside."""
         if name in self.aside:
             self._ops.assign(self.views[name], self.aside.pop(name))

@@ -116,7 +116,7 @@ class Sending:
         moving = None if momentum is None or velocity is None else Moving(velocity, momentum)
         # Entries are noted in this order, which should be that of the buffer.
         parts.sort(key=itemgetter(0))
-        bad = self.bucket.tracked.take_in(parts, moving, rate)
+        bad = self.bucket.tracked.add(parts, moving, rate)
         if any(bad):
             self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
 

@@ -73,7 +73,7 @@ class Step:
         if gradient is None:
             feedback.residuals.set_aside(name)
         elif feedback.residuals.aside:
-            feedback.residuals.take_up(name)
+            feedback.residuals.put_back(name)
         sending.add(name, gradient, rate)
         return None if sending.missing else sending
 

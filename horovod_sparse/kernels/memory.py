@@ -52,7 +52,7 @@ class HostOps(Ops, Protocol):
     def select_named(self, x: Array, names: NDArray[np.int32] | None, threshold: float, capacity: int) -> Selection:
         """Do as `select_above`. If x holds some entries of an array, `names` are their indices in it."""
 
-    def add(
+    def add_noting(
         self, residual: Memory, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None
     ) -> Any | None:
         """Do as `accumulate`, and note what `notes`, a `hs_notes *`, asks for.

@@ -60,12 +60,12 @@ class KernelOps(HostOps):
         self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
     ) -> list[int]:
         at = self._wide(buffer, written=True)
-        parts = None if at is None else self.add(at, gradients, moving, rate)
+        parts = None if at is None else self.add_noting(at, gradients, moving, rate)
         if parts is None:
             return super().accumulate(buffer, gradients, moving, rate)
         return [part.not_finite for part in parts]
 
-    def add(
+    def add_noting(
         self, residual: Memory, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None
     ) -> Any | None:
         given, owners = [], []

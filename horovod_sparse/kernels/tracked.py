@@ -62,10 +62,10 @@ class TrackedMemory(Cached):
         self._seen, self._parts = 0, []
         self.above = self._extent = self._sums = None
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
+    def add(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
         notes, not_finite = self._notes, []
         begin = notes.found if notes else 0
-        parts = self._ops.add(self._at, gradients, moving, rate, notes)
+        parts = self._ops.add_noting(self._at, gradients, moving, rate, notes)
         if parts is None:
             self.forget()
             return self._ops.accumulate(self._x, gradients, moving, rate)

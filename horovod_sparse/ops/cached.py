@@ -34,7 +34,7 @@ class Cached:
     def begin(self, hints: Hints) -> None:
         self.forget()
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
+    def add(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
         return self._ops.accumulate(self._x, gradients, moving, rate)
 
     def forget(self) -> None:

@@ -213,7 +213,7 @@ class Tracked(Ops, Protocol):
     def begin(self, hints: Hints) -> None:
         """Begin a step. The array's parts are about to take in gradients, each part at most once."""
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
+    def add(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
         """Do as `Ops.accumulate`, for the array."""
 
     def forget(self) -> None:

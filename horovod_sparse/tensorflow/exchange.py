@@ -19,10 +19,10 @@ Variable = Any
 
 
 class Collectives:
-    """The collectives of one reducer. Those of exchanges have the names that `protocols.Collective` has for them."""
+    """The collectives of one source. Those of exchanges have the names that `protocols.Collective` has for them."""
 
     number: int
-    """The reducer's number: the same on all ranks, and unique. It is known once the ranks have agreed for the first time."""
+    """The source's number: the same on all ranks, and unique. It is known once the ranks have agreed for the first time."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
@@ -56,8 +56,8 @@ class Collectives:
         """Return every rank's `value`, as `gather_json` does.
 
         `usual` is the collective that ranks begin a step with if they have nothing to agree on. The values go under its name,
-        but in another type, so that Horovod raises on all ranks if there are such ranks. Without it all reducers of the process
-        set use the same name, so that ranks that are at different reducers still meet and can compare.
+        but in another type, so that Horovod raises on all ranks if there are such ranks. Without it all sources of the process
+        set use the same name, so that ranks that are at different sources still meet and can compare.
 
         Raises:
             RuntimeError: some ranks have nothing to agree on.

@@ -200,7 +200,7 @@ class HostDriver(Store):
     def _begin(self, given: Given, bucket: AnyBucket, first: Round) -> Tensor:
         names = [name for name in bucket.slots if name in given.gradients]
         inputs, dtype = [given.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
-        return call_host(self._take_in, (bucket.name, names), [given.rate, *inputs], dtype)
+        return call_host(self._add, (bucket.name, names), [given.rate, *inputs], dtype)
 
     def _results(self, given: Given, bucket: AnyBucket) -> dict[str, Tensor]:
         """Return the reduced gradients of a bucket's parameters that have a gradient, once the step has ended."""
@@ -229,7 +229,7 @@ class HostDriver(Store):
             bucket.go_on(bucket.state)
         return np.bool_(buckets[0].stage.is_dense)
 
-    def _take_in(self, name: str, names: list[str], rate: np.float64, *inputs: NDArray[Any]) -> NDArray[Any]:
+    def _add(self, name: str, names: list[str], rate: np.float64, *inputs: NDArray[Any]) -> NDArray[Any]:
         step, gradients = self.begun, dict(zip(names, inputs, strict=True))
         learning_rate = None if math.isnan(rate) else float(rate)
         for one in self.known.bucket_of[name].slots:

@@ -24,8 +24,8 @@ from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.source import VariableSource, source_of
 
 Function = Callable[..., Any]
 
@@ -63,12 +63,12 @@ def _make_allreduce_grads_fn(stock: Function, *args: Any, **kwargs: Any) -> Any:
             "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
         )
     # A new tape is made in every step.
-    return reducer_of(compression, Reduction.among(given), shared=True)
+    return source_of(compression, Reduction.among(given), shared=True)
 
 
 def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
     """Return the `tf.Variable`s of sources. Name the sources before, while they still have their paths."""
-    if isinstance(tape._allreduce_grads, Reducer):
+    if isinstance(tape._allreduce_grads, VariableSource):
         tape._allreduce_grads.names.of(sources)
     return [plain(source) for source in sources]
 
@@ -76,7 +76,7 @@ def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
 def _gradient(stock: Function, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(sources, (list, tuple)):
         return stock(tape, target, _named(tape, sources), *args, **kwargs)
-    if not isinstance(tape._allreduce_grads, Reducer):
+    if not isinstance(tape._allreduce_grads, VariableSource):
         return stock(tape, target, sources, *args, **kwargs)
     return stock(tape, target, _named(tape, [sources]), *args, **kwargs)[0]
 

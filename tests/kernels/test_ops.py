@@ -102,7 +102,7 @@ def accumulate(
 ) -> Taken:
     tracked: Any = ops.tracked(residual)
     tracked.begin(hints)
-    (not_finite,) = tracked.take_in([(0, gradient)], moving, rate)
+    (not_finite,) = tracked.add([(0, gradient)], moving, rate)
     extent = tracked.extent(residual)
     return Taken(not_finite, tracked._sums, tracked.above, (extent.count, extent.largest))
 

@@ -63,7 +63,7 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     for part in order:
         if part != left_out:
             begin, end = int(starts[part]), int(starts[part + 1])
-            assert tracked.take_in([(begin, backend.array(x[begin:end]))]) == [0]
+            assert tracked.add([(begin, backend.array(x[begin:end]))]) == [0]
     expected, extent, measured = above(x, 0.3), tracked.extent(buffer), OPS.measure(backend.numpy(buffer))
     assert (extent.count, extent.largest) == (measured.count, measured.largest)
     assert tracked._sums == (OPS.measure(x) if sums and left_out is None else None)
@@ -185,7 +185,7 @@ def test_moments_do_not_depend_on_what_was_noted(backend: Backend, dtype: str, t
         tracked: Any = backend.ops.tracked(buffer)
         tracked.begin(hints)
         for begin in order:
-            tracked.take_in([(begin, backend.array(x[begin : begin + 2000]))])
+            tracked.add([(begin, backend.array(x[begin : begin + 2000]))])
         assert (tracked.above is None) == (hints == Hints())
         found.add(repr(tracked.measure(buffer, threshold)))
     assert len(found) == 1

@@ -23,7 +23,7 @@ def sums_found(x: np.ndarray, threads: int) -> str:
     for sums in (True, False):
         for moving in (None, Moving(velocity, Momentum(0.9)), Moving(velocity, Momentum(0.9, 0.8))):
             tracked.begin(Hints(0.7, x.size, SUMS if sums else EXTENT))
-            tracked.take_in([(0, x)], moving)
+            tracked.add([(0, x)], moving)
             noted.append(tracked.extent(residual))
     return repr([*noted, ops.measure(x), ops.measure(x, 0.7), ops.measure(np.abs(x) + 1, 0.5, with_log=True)])
 

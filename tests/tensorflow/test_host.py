@@ -81,7 +81,7 @@ def test_a_step_that_raised_between_its_collectives_has_never_been(reads: bool) 
         driver._start_step(np.float64(1.0))
         rate = np.float64(np.nan)
         messages = {
-            name: driver._take_in(name, [name], rate, np.full(shape, 3.0, np.float32)) for name, shape in shapes.items()
+            name: driver._add(name, [name], rate, np.full(shape, 3.0, np.float32)) for name, shape in shapes.items()
         }
         for name, message in messages.items():
             if step == 0 or name == "a":

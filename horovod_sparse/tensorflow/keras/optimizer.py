@@ -23,8 +23,8 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import make_variable
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, is_scaler, spoiled
 from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.source import VariableSource, source_of
 
 _INSTEAD = "callback LocalUpdates(compression) with a plain optimizer is its line"
 
@@ -62,10 +62,10 @@ def distributed(
     if isinstance(compression, TensorflowCompressor):
         groups = [vars(one) for one in (inner, *getattr(inner, "optimizers", ()))]
         check_momentum(compression, groups)
-        reducer = reducer_of(compression, reduction, shared=False)
-        reducer.advice = advice(type(inner).__name__, groups, _INSTEAD)
-        reducer.settings = functools.partial(_settings_of, inner, reducer, passes, average_aggregated_gradients)
-        reduce: Reduce = functools.partial(_reduce_sparse, reducer, inner)
+        source = source_of(compression, reduction, shared=False)
+        source.advice = advice(type(inner).__name__, groups, _INSTEAD)
+        source.settings = functools.partial(_settings_of, inner, source, passes, average_aggregated_gradients)
+        reduce: Reduce = functools.partial(_reduce_sparse, source, inner)
     else:
         # Horovod tells the members of lists by name, but Keras variables share a few names ("kernel:0").
         arguments["groups"] = None if isinstance(reduction.groups, list) else reduction.groups
@@ -185,15 +185,17 @@ def _reduce_dense(
     return stock(gradients, [plain(one) for one in variables]) if process_set.included() else gradients
 
 
-def _reduce_sparse(reducer: Reducer, optimizer: Any, gradients: list[Any], variables: list[Variable]) -> list[Any]:
-    rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
-    return list(reducer(gradients, variables, learning_rate=rate))
+def _reduce_sparse(
+    source: VariableSource, optimizer: Any, gradients: list[Any], variables: list[Variable]
+) -> list[Any]:
+    rate = tf.convert_to_tensor(optimizer.learning_rate) if source.compressor.lr_in_residual else None
+    return list(source(gradients, variables, learning_rate=rate))
 
 
-def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
+def _settings_of(optimizer: Any, source: VariableSource, passes: int, average_passes: bool) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
-    if reducer.compressor.lr_in_residual:
+    if source.compressor.lr_in_residual:
         with tf.init_scope():
             settings["learning_rate"] = repr(float(tf.convert_to_tensor(optimizer.learning_rate)))
     return settings

@@ -12,7 +12,7 @@ import keras
 
 from horovod_sparse.tensorflow import SIDCo
 from horovod_sparse.tensorflow.host import HostDriver
-from horovod_sparse.tensorflow.reducer import Reducer
+from horovod_sparse.tensorflow.source import VariableSource
 
 from ..injected import FAULTY_STEP, STEPS, VICTIM, Fault, before
 from .common import normals, reduce, variables
@@ -27,7 +27,7 @@ def main(fault: Fault) -> None:
     if fault.moment == "exchange":
         before(HostDriver, "_message", fault.happen)
     elif fault.moment == "agreement":
-        before(Reducer, "_agree", fault.happen)
+        before(VariableSource, "_agree", fault.happen)
     for step in range(STEPS):
         fault.armed = hvd.rank() == VICTIM and step == (0 if fault.moment == "agreement" else FAULTY_STEP)
         gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}

@@ -1,6 +1,6 @@
 """Replaces Horovod's reduction of gradients when the compression is one of ours, for both tapes and optimizers.
 
-There is one `Reducer` per compressor. It takes the place of the function that stock Horovod's `_make_allreduce_grads_fn`
+There is one `VariableSource` per compressor. It takes the place of the function that stock Horovod's `_make_allreduce_grads_fn`
 returns. The reduction of a variable is planned when its first gradient is seen, also while a `tf.function` is traced. The
 ranks compare their settings then, so that a difference raises on all of them instead of hanging.
 
@@ -39,14 +39,14 @@ Tensor = Any
 Variable = Any
 
 _agreed: Counter[tuple[int, ...]] = Counter()
-"""How many reducers have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
+"""How many sources have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
 made does not count. The key includes the ranks because Horovod gives the number of a removed set to the next one."""
 _made: Counter[str] = Counter()
 """How many compressors have begun to serve tapes, by their settings."""
 _SUSPICIOUS = 10
 
 
-class Reducer:
+class VariableSource:
     """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
 
     def __init__(self, compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> None:
@@ -258,14 +258,14 @@ class Reducer:
         return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
 
 
-def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:
-    """Return the reducer that a compressor is bound to, or a new one if there is none.
+def source_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> VariableSource:
+    """Return the source that a compressor is bound to, or a new one if there is none.
 
     One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.source
-    if not (shared and isinstance(bound, Reducer) and bound.shared):
+    if not (shared and isinstance(bound, VariableSource) and bound.shared):
         compressor.check_free()
         if shared:
             _made[repr(compressor)] += 1
@@ -275,6 +275,6 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
                     "step makes a compressor, its residual is lost: make the compressor once, outside of the step",
                     stacklevel=1,
                 )
-        return Reducer(compressor, reduction, shared=shared)
+        return VariableSource(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound
