@@ -107,7 +107,7 @@ def check_arguments(optimizer: object, model: object) -> None:
             "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
-    if hasattr(optimizer, "_allreduce_grad_async"):
+    if hasattr(optimizer, "skip_synchronize"):
         raise TypeError(
             "optimizer must be a plain one with local updates, got one of hvd.DistributedOptimizer, which would average all "
             "gradients; leave hvd.DistributedOptimizer out"

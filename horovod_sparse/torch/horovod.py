@@ -32,6 +32,7 @@ from horovod_sparse.torch.parameters import check_memory, check_real, descriptio
 from horovod_sparse.torch.source import TensorSource
 from horovod_sparse.torch.unchanged import Handed, first_changed
 from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.wrapped import Wrapped
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
@@ -52,6 +53,8 @@ class HorovodSource(TensorSource):
         self._collectives = Collectives(process_set)
         active = process_set.included() and compresses(process_set.size())
         super().__init__(compressor, self._collectives, active=active, optimizer=optimizer)
+        self.wrapped = Wrapped(optimizer)
+        """What stock Horovod keeps in the optimizer."""
         self._sparse: dict[Tensor, str] = {}
         """Embeddings whose sparse gradients Horovod reduces, with their names."""
         self._sparse_as_dense: set[Tensor] = set()
@@ -66,7 +69,7 @@ class HorovodSource(TensorSource):
         """The gradients that the last reduction has left in `.grad`."""
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
-            optimizer._register_hooks()
+            self.wrapped.hook_all()
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
         """Continue with `state` when the workers of an elastic job have changed. Never waits for other ranks."""
@@ -112,18 +115,8 @@ class HorovodSource(TensorSource):
         """Record what backward has made. After the step's last pass, take the gradient at once unless it is held back."""
         if self.active:
             self._note_backward(parameter)
-        optimizer = self.optimizer
-        left = optimizer._allreduce_delay[parameter] - 1
-        if left < 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally."
-            )
         assert parameter.grad is not None and not parameter.grad.requires_grad
-        optimizer._allreduce_delay[parameter] = left
-        # As stock hooks do. Only that there is something matters.
-        optimizer._handles[parameter] = None, None
-        if left or not self.active:
+        if self.wrapped.count(parameter) or not self.active:
             return
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -184,8 +177,7 @@ class HorovodSource(TensorSource):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
-        optimizer = self.optimizer
-        if optimizer._synchronized and not optimizer._handles and self._holds_reduced():
+        if self.wrapped.is_synchronized and not self.wrapped.has_counted and self._holds_reduced():
             return
         try:
             if self.active:
@@ -194,7 +186,7 @@ class HorovodSource(TensorSource):
                 self._reduce()
         finally:
             self.drop_step()
-        optimizer._synchronized = True
+        self.wrapped.is_synchronized = True
 
     def _holds_reduced(self) -> bool:
         """Return whether what the last reduction has left is there: `model.zero_grad()` drops it, or zeros it, on all ranks."""
@@ -210,7 +202,7 @@ class HorovodSource(TensorSource):
             self._passes.clear()
             self.check_unchanged()
             self._adopt()
-            if len(self.names) + len(self._sparse) < len(self.optimizer._requires_update):
+            if len(self.names) + len(self._sparse) < len(self.wrapped.reduced):
                 self._meet()
             if self.driver.feedback is not None:
                 self.add_rest()
@@ -256,11 +248,7 @@ class HorovodSource(TensorSource):
     def _forget(self) -> None:
         """Forget what backward has handed over. Reset the counts of stock hooks, also for a process set of one worker."""
         self._handed, self._waits = {}, {}
-        optimizer = self.optimizer
-        passes = optimizer.backward_passes_per_step
-        optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, passes)
-        optimizer._handles.clear()
-        optimizer._synchronized = False
+        self.wrapped.begin_again()
 
     def give_up(self) -> None:
         step = self.driver.step
@@ -293,7 +281,7 @@ class HorovodSource(TensorSource):
         changed = first_changed(self._handed)
         if changed is None:
             return
-        name = self.optimizer._parameter_names[changed]
+        name = self.wrapped.names[changed]
         raise RuntimeError(
             f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
             "had handed it over, and the change would be lost. Change reduced gradients: call "
@@ -315,55 +303,47 @@ class HorovodSource(TensorSource):
     @torch.enable_grad()
     def _adopt(self) -> None:
         """Hook parameters that stock Horovod would ignore: those of added groups, and those that require gradients only now."""
-        optimizer = self.optimizer
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in optimizer._requires_update:
-                    name = optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                if parameter.requires_grad and parameter not in self.wrapped.reduced:
+                    name = self.wrapped.names.get(parameter, f"allreduce.noname.{number}.{position}")
                     check_memory({parameter: name})
-                    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
-                    if optimizer._groups is not None:
-                        optimizer._p_to_group[parameter] = (parameter,)
-                    optimizer._requires_update.add(parameter)
-                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-                    accumulator.register_hook(optimizer._make_hook(parameter))
-                    optimizer._grad_accs.append(accumulator)
+                    self.wrapped.hook(parameter, name)
 
     def _served(self) -> dict[Tensor, str]:
         """Return the parameters that are reduced, with their names, in the order of the optimizer."""
-        optimizer = self.optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {one: optimizer._parameter_names[one] for one in parameters if one in optimizer._requires_update}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {one: self.wrapped.names[one] for one in parameters if one in self.wrapped.reduced}
 
     def _meet(self) -> None:
         """Agree with the other ranks on parameters that are new, and make their buckets. Blocks."""
-        optimizer, driver = self.optimizer, self.driver
+        driver, groups = self.driver, self.wrapped.group_of
         new = {one: name for one, name in self._served().items() if one not in self.names and one not in self._sparse}
         found = self._agree(new)
-        sparse_as_dense = optimizer.sparse_as_dense
+        sparse_as_dense = self.optimizer.sparse_as_dense
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
         if is_elastic() and driver.feedback is None:
             driver.deferred = align(driver.deferred)
         sparse = {one: name for one, name in new.items() if name in found}
         if sparse_as_dense:
-            self.extend(new, optimizer._p_to_group)
+            self.extend(new, groups)
             self._sparse_as_dense |= sparse.keys()
         else:
-            self.extend({one: name for one, name in new.items() if name not in found}, optimizer._p_to_group)
+            self.extend({one: name for one, name in new.items() if name not in found}, groups)
             self._sparse |= sparse
             driver.sparse = [*self._sparse.values()]
 
     def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
         """Compare settings and `new` parameters on all ranks. Return which have sparse gradients on some rank. Blocks."""
         optimizer, process_set, number = self.optimizer, self._process_set, self._collectives.number
-        names = optimizer._parameter_names
+        names = self.wrapped.names
         known_sparse = () if self.driver.deferred is None else self.driver.deferred.get("sparse", ())
         mine = {
             **description(self.compressor, new, optimizer.param_groups),
             "optimizer": "new" if number is None else str(number),
             "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
             "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
-            "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
+            "groups": [str([names[p] for p in group]) for group in dict.fromkeys(self.wrapped.group_of.values())],
             "backward_passes_per_step": str(optimizer.backward_passes_per_step),
         }
         sparse = [

@@ -29,6 +29,7 @@ from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.horovod import HorovodSource, source_of
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.wrapped import ADASUM, OPTIMIZER, Wrapped
 
 
 @functools.cache
@@ -36,8 +37,8 @@ def install() -> None:
     """Extend stock Horovod; a second call does nothing."""
     check_release(horovod.__version__)
     for name, extend in _EXTENSIONS.items():
-        _replace(horovod_optimizer._DistributedOptimizer, name, extend)
-    _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+        _replace(OPTIMIZER, name, extend)
+    _replace(ADASUM, "__init__", _refuse_adasum)
     for module in (horovod_optimizer, horovod_torch):
         _replace(module, "DistributedOptimizer", _distributed_optimizer)
     _replace(TorchState, "reset", _reset)
@@ -53,16 +54,6 @@ def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     stock = vars(cls).get(name)
     method = extend(stock)
     setattr(cls, name, method if stock is None else functools.wraps(stock)(method))
-
-
-def _made(optimizer: Any) -> type:
-    """Return the class that Horovod has made. The object's own class may derive from that."""
-    return next(one for one in type(optimizer).__mro__ if "_allreduce_grad_async" in vars(one))
-
-
-def _above_horovod(optimizer: Any) -> Any:
-    """Return `super()` of the class that Horovod has made."""
-    return super(_made(optimizer), optimizer)
 
 
 # Each of these takes the stock method and returns its extension.
@@ -106,7 +97,7 @@ def _init(stock: Method) -> Method:
                 self._sparse_source = HorovodSource(self, compression)
         except BaseException:
             # The hooks, of an optimizer that is not there, end with these.
-            vars(self).get("_grad_accs", []).clear()
+            Wrapped(self).unhook_all()
             raise
 
     return extended
@@ -131,7 +122,7 @@ def _refuse_adasum(stock: Method) -> Method:
 
 def _make_hook(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
-        if not isinstance(self._compression, TorchCompressor):
+        if not isinstance(Wrapped(self).compression, TorchCompressor):
             return stock(self, p)
         # Stock Horovod makes the hooks before there is a source.
         return uncompiled(lambda *_: self._sparse_source.submit(p))
@@ -141,7 +132,7 @@ def _make_hook(stock: Method) -> Method:
 
 def _add_param_group(stock: None) -> Method:
     def extended(self: Any, param_group: dict[str, Any]) -> None:
-        _above_horovod(self).add_param_group(param_group)
+        Wrapped(self).above.add_param_group(param_group)
         source = source_of(self)
         if source is not None:
             source.parameters_added()
@@ -183,45 +174,47 @@ def _synchronize(self: Any, source: HorovodSource, stock: Method) -> None:
 def _step(self: Any, source: HorovodSource, stock: Method, closure: Any = None) -> Any:
     def reduced_closure() -> Any:
         loss = closure()
-        if self._should_synchronize:
+        if wrapped.synchronizes:
             self.synchronize()
         return loss
 
-    own_step = _above_horovod(self).step
+    wrapped = source.wrapped
+    own_step = wrapped.above.step
     try:
         if closure is not None:
             # The stock method reduces before the closure is evaluated.
             return own_step(reduced_closure)
-        if type(self) is _made(self):
+        if type(self) is wrapped.made:
             return stock(self)
         # The stock method calls itself without end if a class derives from the one that Horovod has made.
-        if self._should_synchronize:
+        if wrapped.synchronizes:
             self.synchronize()
         return own_step()
     finally:
-        self._synchronized = False
+        wrapped.is_synchronized = False
 
 
 @_if_ours
 def _zero_grad(self: Any, source: HorovodSource, stock: Method, *args: Any, **kwargs: Any) -> None:
     source.end_interrupted()
-    if self._handles:
+    if source.wrapped.has_counted:
         raise AssertionError(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
             "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
         )
-    _above_horovod(self).zero_grad(*args, **kwargs)
+    source.wrapped.above.zero_grad(*args, **kwargs)
     # If a step was left out after synchronize(), the next one must still be reduced.
-    self._synchronized = False
+    source.wrapped.is_synchronized = False
 
 
 @_if_ours
 def _load_state_dict(self: Any, source: HorovodSource, stock: Method, *args: Any, **kwargs: Any) -> None:
-    if self._handles:
+    wrapped = source.wrapped
+    if wrapped.has_counted:
         # Collectives that are under way must finish before the handles are dropped.
         self.synchronize()
-    self._synchronized, self._should_synchronize = False, True
-    _above_horovod(self).load_state_dict(*args, **kwargs)
+    wrapped.is_synchronized, wrapped.synchronizes = False, True
+    wrapped.above.load_state_dict(*args, **kwargs)
     source.settings_changed()
 
 
