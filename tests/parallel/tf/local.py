@@ -187,6 +187,28 @@ def checkpoints_within_an_epoch_see_what_keras_local_updates_share(every: int) -
         moved(model)
 
 
+@scenario(TF_2)
+def a_checkpoint_between_two_keras_exchanges_has_the_variables_of_its_worker() -> None:
+    """As the page says. They are there at that batch, and what follows is shared as ever."""
+    found: list[np.ndarray] = []
+
+    def note(model: Any, batch: int) -> None:
+        if batch == 1:
+            found.extend(np.array(one) for one in model.trainable_variables)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/{{batch}}.weights.h5"
+        save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2)
+        model = with_adam()
+        train(model, LocalUpdates(sparse(), every=4), range(8), save, After(batch=note))
+        same(model)
+        model.load_weights(path.format(batch=2))
+    saved = [np.array(one) for one in model.trainable_variables]
+    assert all(map(np.array_equal, saved, found))
+    mine, *others = everyone([one.tolist() for one in saved])
+    assert mine not in others
+
+
 class StopError(Exception):
     """Ends a run."""
 
