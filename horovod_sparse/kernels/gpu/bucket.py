@@ -117,6 +117,8 @@ class DeviceBucket:
         self._limit = math.inf
         """The magnitude that the last step compared entries with."""
         self._margin = _MARGIN
+        self._state, self._k, self._capacity = BucketState(), 0, 0
+        """Of the step that has begun."""
         self.numbers: dict[str, float] = {}
         """The numbers of the last step by name (`tiles.NUMBERS`)."""
 
