@@ -1,7 +1,7 @@
 """How well AdamW trains by local updates, beside dense averaging, on small tasks; real workers of torch.distributed.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 studies/adam.py charlm --steps 600 2400
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 studies/adam.py gpt2 --rows "every 1, ahead" "every 5, ahead"
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 studies/adam.py gpt2 --rows "every 1, ahead" "every 1, packed, ahead"
 
 Each worker draws samples of its own part of the data. All rows have the same seeds and learning rate, and the compressor's own
 warm-up. Dense training is PyTorch's DDP. Each run is a line of the log, and is not repeated while its line is there. Prints the
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 from pathlib import Path
+from typing import NamedTuple
 
 import around
 import markdown
@@ -24,15 +25,29 @@ from tasks import ADAMW, CELLS, DENSE, TASKS, Log, Task, cells, rate_at
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.torch import LocalUpdates, SIDCo
+from horovod_sparse.exchange.pairs import Values
+from horovod_sparse.torch import LocalUpdates, Pairs, SIDCo
+
+
+class Row(NamedTuple):
+    """How movements are exchanged."""
+
+    every: int = 1
+    ahead: float = 0.0
+    """The coefficient of `ahead`."""
+    values: Values = "float32"
+    """Of the pairs."""
+
 
 ROWS = {
-    "every 1": (1, 0.0),
-    "every 1, ahead": (1, 0.5),
-    "every 5": (5, 0.0),
-    "every 5, ahead": (5, 0.5),
+    "every 1": Row(),
+    "every 1, ahead": Row(1, 0.5),
+    "every 5": Row(5),
+    "every 5, ahead": Row(5, 0.5),
+    "every 1, packed": Row(1, 0.0, "packed"),
+    "every 1, packed, ahead": Row(1, 0.5, "packed"),
+    "every 5, packed, ahead": Row(5, 0.5, "packed"),
 }
-"""`every`, and the coefficient of `ahead`."""
 
 
 def train(task: Task, row: str, rate: float, ratio: float, steps: int, seed: int) -> dict[str, float]:
@@ -41,8 +56,8 @@ def train(task: Task, row: str, rate: float, ratio: float, steps: int, seed: int
     torch.manual_seed(seed)
     model = task.make()
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.1)
-    compression = SIDCo(ratio)
-    every, ahead = ROWS.get(row, (1, 0.0))
+    every, ahead, values = ROWS.get(row, Row())
+    compression = SIDCo(ratio, exchange=Pairs(values))
     local = None if row == DENSE else LocalUpdates(optimizer, model, compression, every=every)
     trained = DistributedDataParallel(model) if local is None else model
     parts, held_out = task.data.split(world)

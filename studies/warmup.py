@@ -3,6 +3,7 @@
     python studies/warmup.py charlm --workers 2 8 --steps 600 2400 --ratios 0.01 0.001
     python studies/warmup.py lstm --rates 0.5 2.0 --rows "c = 8" "c = 8, ahead"
     python studies/warmup.py gpt2 --optimizer adamw --rows "c = 8"
+    python studies/warmup.py charlm --workers 2 8 --rows "c = 16" "packed, c = 32" "packed, c = 32, ahead"
 
 Trains a small model by SGD with momentum 0.9, or by AdamW, on gradients that `VirtualWorkers` have reduced with SIDCo: what
 each worker selects and sends is what a job of so many processes would send. Each worker draws samples of its own part of the
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import around
 import markdown
@@ -30,21 +32,33 @@ from torch import Tensor, nn
 
 import horovod_sparse.numpy as sparse
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.plan import first_sparse_step, rounds_of
+from horovod_sparse.core.plan import rounds_of
 from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.pairs import Values
+from horovod_sparse.tools.plan import warm_up
 
-ROWS: dict[str, tuple[float | None, float]] = {
-    DENSE: (None, 0.0),
-    "c = 2": (2.0, 0.0),
-    "c = 4": (4.0, 0.0),
-    "c = 8": (8.0, 0.0),
-    "c = 16": (16.0, 0.0),
-    "c = 32": (32.0, 0.0),
-    "c = 4, ahead": (4.0, 0.5),
-    "c = 8, ahead": (8.0, 0.5),
-    "c = 16, ahead": (16.0, 0.5),
+
+class Row(NamedTuple):
+    """How gradients are exchanged."""
+
+    c: float | None = None
+    """Of the warm-up; None: dense."""
+    ahead: float = 0.0
+    """The coefficient of `ahead`."""
+    values: Values = "float32"
+    """Of the pairs."""
+
+    def compression(self, ratio: float) -> Compressor:
+        return sparse.SIDCo(ratio, warmup=self.c, exchange=sparse.Pairs(self.values))
+
+
+ROWS: dict[str, Row] = {
+    DENSE: Row(),
+    **{f"c = {c}": Row(float(c)) for c in (2, 4, 8, 16, 32)},
+    **{f"c = {c}, ahead": Row(float(c), 0.5) for c in (4, 8, 16)},
+    **{f"packed, c = {c}": Row(float(c), values="packed") for c in (16, 32)},
+    **{f"packed, c = {c}, ahead": Row(float(c), 0.5, "packed") for c in (16, 32)},
 }
-"""c of the warm-up, and the coefficient of `ahead`."""
 
 
 @contextmanager
@@ -90,8 +104,8 @@ class Setting:
 def train(of: Setting) -> dict[str, float]:
     """The held-out loss after the training, and the bytes of a worker in dense exchanges."""
     torch.manual_seed(of.seed)
-    task, (c, ahead) = TASKS[of.task], ROWS[of.row]
-    compression: Compressor = sparse.NoOp() if c is None else sparse.SIDCo(of.ratio, warmup=c)
+    task, row = TASKS[of.task], ROWS[of.row]
+    compression = sparse.NoOp() if of.row == DENSE else row.compression(of.ratio)
     model, workers = task.make(), sparse.VirtualWorkers(of.workers, compression)
     if of.optimizer == SGD:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), of.rate, momentum=0.9)
@@ -107,7 +121,7 @@ def train(of: Setting) -> dict[str, float]:
         for worker, (part, generator) in enumerate(zip(parts, generators, strict=True)):
             x, y = task.data.draw(part, generator)
             model.zero_grad()
-            with moved(model, workers, worker, ahead * optimizer.param_groups[0]["lr"]):
+            with moved(model, workers, worker, row.ahead * optimizer.param_groups[0]["lr"]):
                 task.data.loss(model(x), y).backward()
             for name, parameter in names.items():
                 assert parameter.grad is not None
@@ -121,17 +135,13 @@ def train(of: Setting) -> dict[str, float]:
     return {"loss": task.data.evaluate(model, held_out), "exchanges": sent / dense}
 
 
-def price(ratio: float, c: float, workers: int) -> tuple[int, float]:
+def price(compression: Compressor, workers: int) -> tuple[int, float]:
     """How many steps the warm-up lasts, and how many dense exchanges it costs over what the final ratio sends in them."""
-    numel, compression = 2**24, sparse.SIDCo(ratio, warmup=c)
-    dense, first = allreduce_bytes(4 * numel, workers), first_sparse_step(compression, workers)
-
-    def sent(in_step: float | None) -> float:
-        return sum(one.bytes_sent(workers) for one in rounds_of(compression, numel, in_step, workers)) / dense
-
-    stairs = [stair for stair in compression.schedule.stairs() if stair.start >= first]
-    total = first + sum(len(stair) * sent(compression.schedule.ratio(stair.start)) for stair in stairs)
-    return stairs[-1].stop, total - stairs[-1].stop * sent(None)
+    numel = 2**24
+    dense = allreduce_bytes(4 * numel, workers)
+    steps, _, sent = warm_up(compression, numel, workers)
+    at_last = sum(one.bytes_sent(workers) for one in rounds_of(compression, numel, None, workers))
+    return steps, (sent - steps * at_last) / dense
 
 
 def main() -> None:
@@ -162,11 +172,10 @@ def main() -> None:
     print(f"{args.task}, {args.optimizer}, {args.seeds} seeds\n")
     print(markdown.table(header, table, 5))
     for ratio, workers in itertools.product(args.ratios, args.workers):
-        for c in sorted({c for c, _ in map(ROWS.__getitem__, args.rows) if c is not None}):
-            steps, more = price(ratio, c, workers)
-            print(
-                f"SIDCo({ratio:g}, warmup={c:g}), {workers} workers: {more:.0f} dense exchanges more, in {steps} steps"
-            )
+        made = {repr(one): one for one in (ROWS[row].compression(ratio) for row in args.rows)}
+        for title, compression in made.items():
+            steps, more = price(compression, workers)
+            print(f"{title}, {workers} workers: {more:.0f} dense exchanges more, in {steps} steps")
 
 
 if __name__ == "__main__":
