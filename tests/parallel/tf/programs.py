@@ -357,7 +357,8 @@ WITH_ADAM: dict[str, dict[str, Any]] = {
 }
 _fitted_soon = partial(fitted, make_model=two_layers, builds=True)
 STOCK: dict[str, Program] = {
-    **{f"fit {name}": partial(_fitted_soon, one) for name, one in _optimizers().items()},
+    # What an optimizer computes is the same in a graph, which takes seconds to trace.
+    **{f"fit {name}": partial(_fitted_soon, one, run_eagerly=True) for name, one in _optimizers().items()},
     **{
         f"fit {name}": partial(_fitted_soon, partial(keras.optimizers.Adam, **given))
         for name, given in WITH_ADAM.items()
