@@ -118,9 +118,9 @@ def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compresso
     most = BUCKET_BYTES // 4
     buckets = [most, parameters - most]
     step = dense_steps = 0
-    sent = 0.0
+    sent, first = 0.0, first_sparse_step(compressor, world)
     while (now := compressor.schedule.ratio(step)) > ratio:
-        is_dense = step < first_sparse_step(compressor, world)
+        is_dense = step < first
         for numel in buckets:
             rounds = Dense().rounds(numel, 0, 0, world) if is_dense else rounds_of(compressor, numel, now, world)
             sent += sum(one.bytes_sent(world) for one in rounds)
