@@ -355,12 +355,14 @@ WITH_ADAM: dict[str, dict[str, Any]] = {
     "gradient_accumulation": {"gradient_accumulation_steps": 3},
     "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.8)},
 }
+IN_GRAPH = ("gradient_accumulation", "use_ema")
+"""What these do depends on the step, by operations of a graph."""
 _fitted_soon = partial(fitted, make_model=two_layers, builds=True)
 STOCK: dict[str, Program] = {
     # What an optimizer computes is the same in a graph, which takes seconds to trace.
     **{f"fit {name}": partial(_fitted_soon, one, run_eagerly=True) for name, one in _optimizers().items()},
     **{
-        f"fit {name}": partial(_fitted_soon, partial(keras.optimizers.Adam, **given))
+        f"fit {name}": partial(_fitted_soon, partial(keras.optimizers.Adam, **given), run_eagerly=name not in IN_GRAPH)
         for name, given in WITH_ADAM.items()
     },
 }
