@@ -17,7 +17,7 @@ setup: ## install everything into .venv; about a second when that is done alread
 test: setup lint types ## lint, types, then the quick tests: about 5 minutes on 2 cores
 	$(bin)/python ci/tests.py
 
-test-all: setup lint types ## the same with all tests and more examples: about 35 minutes on 2 cores
+test-all: setup lint types ## the same with all tests and more examples: about 30 minutes on 2 cores
 	$(bin)/python ci/tests.py --full
 
 sanitize: setup ## test the compiled kernels, also with a million damaged messages, with the sanitizers; about 8 minutes
