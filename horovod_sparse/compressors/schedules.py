@@ -57,7 +57,7 @@ class ByAge(Schedule):
         return max(self.end, math.ldexp(math.sqrt(0.5) if odd else 1.0, -halvings))
 
     def steps_like(self, step: int) -> range:
-        return range(step, sys.maxsize if self.ratio(step) == self.end else step + 1)
+        return next((stair for stair in self.stairs() if step in stair), range(step, sys.maxsize))
 
     def stairs(self) -> Iterator[range]:
         stop = 0

@@ -90,18 +90,14 @@ class DenseSending:
         divisor = divisor if self._divisor is None else self._divisor
         return Reduced(self.bucket.ops, Entries(None, total if divisor == 1.0 else total / divisor), 1.0, {})
 
-    def commit(self) -> bool:
-        """End a step that has succeeded on all ranks. With momentum before the selection the gradients get theirs now.
-
-        Return False: there is room for everything.
-        """
+    def commit(self) -> None:
+        """End a step that has succeeded on all ranks. With momentum before the selection the gradients get theirs now."""
         bucket, (momentum, _, scale, divisor) = self.bucket, self._terms
         if bucket.velocity is not None and momentum is not None:
             total: Array = self._total
             mean, moved = total / (divisor * scale), bucket.zeros(self.layout.numel)
             bucket.ops.accumulate(moved, [(0, mean)], Moving(bucket.velocity, momentum))
             self._total, self._divisor = moved, 1.0 / scale
-        return False
 
     def undo(self) -> None:
         """Nothing is to be undone."""

@@ -215,11 +215,8 @@ class Sending:
         """Return the reduced gradients; NaN if a gradient was not finite."""
         return Reduced(self.ops, self.sent_by_all, divisor, self._rates)
 
-    def commit(self) -> bool:
-        """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays.
-
-        Return whether the message had too little room.
-        """
+    def commit(self) -> None:
+        """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays."""
         bucket, stage, state = self.bucket, self.stage, self.state
         if self._all_taken or not bucket.compressor.residual:
             self.buffer[:] = 0
@@ -233,7 +230,6 @@ class Sending:
         state.step += 1
         if state.step not in stage.steps:
             bucket.go_on(state)
-        return truncated > 0
 
     def undo(self) -> None:
         """Let the step never have been. Without a velocity, gradients are taken out of the residual, to rounding."""

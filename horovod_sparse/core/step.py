@@ -121,11 +121,9 @@ class Step:
             # Before the reduced gradients take the place of those that are to be taken out again.
             self.abandon()
         else:
-            crowded = False
             for sending in self.sendings.values():
-                crowded |= sending.commit()
-            if crowded:
-                self.feedback.warn_truncated()
+                sending.commit()
+            self.feedback.warn_truncated()
         for sending in () if self.given_up else self.sendings.values():
             write(sending.layout.slots, sending.reduced(self.terms.divisor))
 

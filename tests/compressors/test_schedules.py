@@ -28,6 +28,14 @@ def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> N
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[-1] == ratio
     assert len(set(ratios)) <= 2 + 2 * np.log2(1 / ratio), "in stairs"
+    step = 0
+    while step < 5000:
+        steps = compressor.schedule.steps_like(step)
+        assert step == steps.start and set(ratios[step : steps.stop]) == {ratios[step]}, (
+            "what is planned holds for a stair"
+        )
+        assert steps.stop >= 5000 or ratios[steps.stop] < ratios[step]
+        step = steps.stop
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 100])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from horovod_sparse.compressors import DGC, MiCRO, RandomK, SIDCo, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Layout, Parameter
+from horovod_sparse.core.layout import Layout, Parameter, Slot
+from horovod_sparse.exchange import protocols
 from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Union
 from tests.harness.table import WITH_OPERATIONS, Backend, gradients_of, on_every_backend
 from tests.harness.worker import Worker
@@ -116,10 +118,12 @@ class Workers:
     def end(self) -> list[Reduced]:
         results: list[Reduced] = []
         for worker in self.workers:
-            result: Reduced = {}
-            worker.end_step(lambda slots, one, to=result: to.update(reduced_of(self.backend, slots, one)))  # type: ignore[misc]
-            results.append(result)
+            results.append({})
+            worker.end_step(partial(self._write, results[-1]))
         return results
+
+    def _write(self, result: Reduced, slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
+        result.update(reduced_of(self.backend, slots, reduced))
 
     def step(self, number: int, rate: float | None, bad: Mapping[int, str] | None = None) -> list[Reduced]:
         kept = self.arrive(number, rate, bad)
