@@ -26,7 +26,7 @@ class HorovodGroup(Group):
 
     def __init__(self, process_set: Any) -> None:
         self.device = torch.device("cpu")
-        complete_global_set(process_sets, mpi_ops._basics)
+        complete_global_set(process_sets, mpi_ops)
         self._collectives = Collectives(process_set, "group")
         self._key = (process_set.process_set_id, *process_set.ranks)
         self.world, self.position, self.rank = process_set.size(), process_set.rank(), mpi_ops.rank()

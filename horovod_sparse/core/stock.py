@@ -17,12 +17,14 @@ def check_release(installed: str) -> None:
         )
 
 
-def complete_global_set(process_sets: Any, basics: Any) -> None:
+def complete_global_set(process_sets: Any, mpi_ops: Any) -> None:
     """Give the set of all processes its ranks, if `init` could not: it asks the framework that was imported last.
 
     Otherwise stock Horovod reduces nothing, without a word. `process_sets` is the module `horovod.common.process_sets`, and
-    `basics` the `HorovodBasics` of the framework that trains.
+    `mpi_ops` that of the framework that trains.
     """
+    # The only private names of Horovod's beside those in torch/wrapped.py.
+    basics = mpi_ops._basics
     if basics.is_initialized() and not process_sets.global_process_set.ranks:
         process_sets._setup(basics)
         process_sets._init_process_sets([])

@@ -31,7 +31,7 @@ class Reduction:
     """The workers that exchange."""
 
     def __post_init__(self) -> None:
-        complete_global_set(process_sets, mpi_ops._basics)
+        complete_global_set(process_sets, mpi_ops)
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Reduction:

@@ -83,7 +83,7 @@ def _init(stock: Method) -> Method:
         # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
         is_ours = _is_ours(compression, op, groups)
         if is_ours:
-            complete_global_set(process_sets, mpi_ops._basics)
+            complete_global_set(process_sets, mpi_ops)
             named = arguments.arguments["named_parameters"]
             if named is not None:
                 named = arguments.arguments["named_parameters"] = list(named)
