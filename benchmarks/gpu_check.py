@@ -169,9 +169,12 @@ class Worker:
         return self.bucket.message()
 
     def finish(self) -> dict[str, float]:
-        self.bucket.finish()
+        from horovod_sparse.kernels.gpu.tiles import NUMBERS
+
+        numbers = self.bucket.numbers.tolist()
+        self.bucket.finish(numbers)
         self.state.step += 1
-        return self.bucket.numbers
+        return dict(zip(NUMBERS, numbers, strict=True))
 
 
 # --- right? ---
@@ -370,17 +373,18 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
 
 
 def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
-    from horovod_sparse.kernels.gpu.message import add_up
+    from horovod_sparse.kernels.gpu.message import assemble, rows_in_use
 
     numel, k = gradient.numel(), max(1, int(ratio * gradient.numel()))
-    residual, target = torch.zeros_like(gradient), torch.empty(0)
+    residual, target = torch.zeros_like(gradient), torch.empty_like(gradient)
     gathered = torch.cat([message_of(device, numel, k, rank) for rank in range(WORLD)])
 
     def receive() -> None:
-        nonlocal target
-        target = add_up(gathered, WORLD, WORLD, numel, gradient.dtype)
+        rows_in_use(gathered, WORLD, numel)
+        assemble([(0, target)], gathered, WORLD, WORLD)
 
     def check_received() -> None:
+        assert rows_in_use(gathered, WORLD, numel).tolist() == [k] * WORLD
         expected = torch.zeros_like(target)
         for message in gathered.chunk(WORLD):
             expected.index_add_(0, message[:, 0].long(), message[:, 1].contiguous().view(torch.float32) / WORLD)

@@ -22,7 +22,7 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.kernels.gpu.message import add_up
+from horovod_sparse.kernels.gpu.message import assemble, rows_in_use
 from horovod_sparse.ops.protocol import Momentum
 
 COMPRESSORS = [
@@ -70,8 +70,8 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: Momentum | Non
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(0, given)], momentum, 1.0)
     message = bucket.message()
-    for dtype in (torch.float32, torch.float64):
-        add_up(message, 1, 2.0, size, dtype)
+    rows_in_use(message, 1, size)
+    assemble([(0, torch.zeros(size)), (0, torch.zeros(size, dtype=torch.float64))], message, 1, 2.0)
 
 
 def main(capability: int) -> None:

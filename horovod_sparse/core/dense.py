@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from horovod_sparse.core.intake import Terms
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Reduced, Round
+from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchange, Exchanging, Reduced, Round, Told
 from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
@@ -49,6 +50,7 @@ class DenseSending:
         self._is_spoiled = False
         self.rounds = 0
         """Collectives begun in this step."""
+        self._run = self._collectives()
         self._total: Array | None = None
         """The sum of all ranks' gradients, once it is there; at last, what momentum makes of their mean."""
         self._divisor: float | None = None
@@ -69,16 +71,28 @@ class DenseSending:
 
     def begin(self) -> Collective:
         """Return the collective of a complete bucket. Its message is new memory, which an adapter may reduce in place."""
-        self.rounds, bucket, mine = 1, self.bucket, self._gradients
+        self.rounds = 1
+        first = next(self._run)
+        assert isinstance(first, Collective)
+        return first
+
+    def _collectives(self) -> Exchanging:
+        bucket, mine = self.bucket, self._gradients
         arrays = [mine[one.name] if one.name in mine else bucket.zeros(one.numel) for one in self.layout.slots]
         message = bucket.ops.joined(arrays, self.layout.residual_dtype)
         if self._is_spoiled:
             message[:] = math.nan
-        return Collective("allreduce", message)
+        total = self._total = yield Collective("allreduce", message)
+        ((is_finite,),) = yield Told([bucket.ops.is_finite(total)])
+        return Entries(None, total) if is_finite else None
 
-    def advance(self, result: Array) -> None:
-        """End the exchange with the sum of all ranks' gradients."""
-        self._total, self.fails = result, not self.bucket.ops.all_finite(result)
+    def advance(self, answer: Any) -> Asked | None:
+        """See `core.sending.Sending.advance`."""
+        try:
+            return self._run.send(answer)
+        except StopIteration as end:
+            self.fails = end.value is None
+            return None
 
     def bad(self) -> list[str]:
         """Return the parameters whose gradients were not finite on this rank."""

@@ -20,7 +20,7 @@ from horovod_sparse.core.step import AnySending, Step, Wait, Write
 from horovod_sparse.core.store import Settle, Store
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.exchange.protocols import Asked, Told
 from horovod_sparse.ops.protocol import Array
 
 _log = logging.getLogger("horovod_sparse")
@@ -75,10 +75,13 @@ class Driver(Store):
         assert step is not None
         sending = step.add(name, gradient, learning_rate)
         if sending is not None:
-            self._waits[sending.name] = self._start(sending, sending.begin())
+            self._waits[sending.name] = self._start(step, sending, sending.begin())
 
-    def _start(self, sending: AnySending, collective: Collective) -> Wait:
-        return self.transport.start(collective, f"{sending.name}.{sending.rounds}", sending)
+    def _start(self, step: Step, sending: AnySending, asked: Asked) -> Wait:
+        """Start what an exchange asks for. Return what waits for it."""
+        if isinstance(asked, Told):
+            return step.telling.ask(asked)
+        return self.transport.start(asked, f"{sending.name}.{sending.rounds}", sending)
 
     def complete(self) -> Step:
         """Wait for all exchanges of the step, whose gradients have all been added, to their ends."""
@@ -96,12 +99,12 @@ class Driver(Store):
             try:
                 while left:
                     sending, wait = left.popleft()
-                    collective = step.advance(sending, wait())
-                    if collective is not None:
-                        under_way.append((sending, self._start(sending, collective)))
+                    asked = sending.advance(wait())
+                    if asked is not None:
+                        under_way.append((sending, self._start(step, sending, asked)))
             except Exception:
                 # All ranks have started these. What has not ended could not be started again.
-                for _, wait in left:
+                for _, wait in (*left, *under_way):
                     with suppress(Exception):
                         wait()
                 raise
@@ -126,7 +129,7 @@ class Driver(Store):
         for name in dict.fromkeys([*self._order, *buckets]):
             if name not in self._waits:
                 sending = step.spoil(buckets[name])
-                self._waits[name] = self._start(sending, sending.begin())
+                self._waits[name] = self._start(step, sending, sending.begin())
         self.complete()
         self.finish(lambda *_: None)
 

@@ -28,9 +28,12 @@ class Outcome(NamedTuple):
 class Selector(Protocol):
     """Takes gradients into one bucket and gives a message out, on the bucket's device, for which the host does not wait.
 
-    In a step `accumulate` is called for all parameters, a few at a time, then `message`. `finish`, which is called when the
-    collective has been started, may wait.
+    In a step `accumulate` is called for all parameters, a few at a time, then `message`, and `finish` at the end.
     """
+
+    @property
+    def numbers(self) -> Array:
+        """What the device knows of the selection: a flat array there, for `finish`."""
 
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
@@ -44,8 +47,8 @@ class Selector(Protocol):
     def message(self) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
-    def finish(self) -> Outcome:
-        """Return what became of the selection. From here on, the state has learned from it."""
+    def finish(self, numbers: Sequence[float]) -> Outcome:
+        """Return what became of the selection, of which the host has learned the numbers. The state learns from them."""
 
     def forget(self) -> None:
         """Forget what was seen before, because the residual or the state was changed from outside, or the step was given up."""

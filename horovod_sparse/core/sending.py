@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.selector import Outcome, Selector
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Reduced, Sent
-from horovod_sparse.exchange.received import rows_of
+from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Reduced, Sent, Told
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
 NOWHERE = -1
@@ -144,7 +144,9 @@ class Sending:
             self.state.know_rate(max(self._rates.values()))
         self._run = self.stage.exchange.collectives(self)
         self.rounds = 1
-        return next(self._run)
+        first = next(self._run)
+        assert isinstance(first, Collective)
+        return first
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -195,17 +197,17 @@ class Sending:
 
     # --- results ---
 
-    def advance(self, result: Array) -> Collective | None:
-        """Continue the exchange with the result of its last collective. Return the next one, or None at the end."""
+    def advance(self, answer: Any) -> Asked | None:
+        """Continue the exchange with what it has asked for. Return what it asks for next, or None at the end."""
         assert self._run is not None
         try:
-            collective = self._run.send(result)
+            asked = self._run.send(answer)
         except StopIteration as end:
             self.sent_by_all = end.value
             self.fails = end.value is None
             return None
         self.rounds += 1
-        return collective
+        return asked
 
     def bad(self) -> list[str]:
         """Return the parameters whose gradients were not finite on this rank."""
@@ -251,8 +253,11 @@ class Sending:
 
     def _taken_out(self) -> list[Entries]:
         """Return what was taken out of the residual. The message tells it, unless a gradient was not finite."""
-        rows = None if self._message is None else rows_of(self, self._message, 1)
-        return self._taken if rows is None else [*self._taken, Entries(*self.ops.unpack(self._message, rows[0]))]
+        if self._message is None:
+            return self._taken
+        (rows,) = self.ops.told([self.ops.rows_in_use(self._message, 1, self.numel)])
+        used = max(int(rows[0]), 0)
+        return [*self._taken, Entries(*self.ops.unpack(self._message, used))]
 
 
 class DeviceSending(Sending):
@@ -265,6 +270,8 @@ class DeviceSending(Sending):
     def __init__(self, bucket: Bucket, terms: Terms, device: Selector) -> None:
         super().__init__(bucket, terms)
         self._device = device
+        self._has_asked = False
+        """Whether the device's numbers are part of what the exchange has asked for."""
         device.begin(self.state, self.stage)
 
     def _accumulate(self, parts: Sequence[Part], rate: float) -> None:
@@ -279,9 +286,15 @@ class DeviceSending(Sending):
         message = self._message = super().message() if self.not_finite else self._device.message()
         return message
 
-    def advance(self, result: Array) -> Collective | None:
-        if not self.not_finite:
-            # The device has made the message while the host went on.
-            self.outcome = self._device.finish()
+    def advance(self, answer: Any) -> Asked | None:
+        if self._has_asked:
+            *answer, numbers = answer
+            self.outcome = self._device.finish(numbers)
             self.not_finite += self.outcome.not_finite
-        return super().advance(result)
+        asked = super().advance(answer)
+        # What the device knows of its selection is learned with what the exchange asks for.
+        self._has_asked = False
+        if isinstance(asked, Told) and not self.not_finite:
+            self._has_asked = True
+            asked = Told([*asked.arrays, self._device.numbers])
+        return asked

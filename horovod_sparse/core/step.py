@@ -12,7 +12,8 @@ from horovod_sparse.core.feedback import AnyBucket, Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.core.telling import Telling
+from horovod_sparse.exchange.protocols import Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
 AnySending = Sending | DenseSending
@@ -44,14 +45,16 @@ class Step:
             )
         self.feedback = feedback
         self.terms = feedback.intake.terms(gradients, scale)
+        self.telling = Telling(feedback.ops)
+        """What the exchanges ask the host to learn."""
         self.added: set[str] = set()
         """The parameters whose gradient has arrived, or of which it is known that they have none."""
         self.sendings: dict[str, AnySending] = {}
         """Those of the buckets that a gradient of this step has reached, by bucket, in the order of their first gradients."""
         self.given_up = False
         """Whether this rank gives the step up."""
-        self.fails = False
-        """Whether the step is known to fail: a gradient of some rank is not finite."""
+        self._fails = False
+        """Whether a gradient beside the buckets, of some rank, is not finite."""
         self._bad: list[str] = []
         """This rank's parameters beside the buckets whose gradients are not finite."""
 
@@ -98,14 +101,20 @@ class Step:
 
     def fail(self, names: Sequence[str] = ()) -> None:
         """Let the step fail, as it must on all ranks: gradients of these parameters beside the buckets are not finite."""
-        self.fails = True
+        self._fails = True
         self._bad += names
+
+    @property
+    def fails(self) -> bool:
+        """Whether the step is known to fail: a gradient of some rank is not finite."""
+        return self._fails or any(sending.fails for sending in self.sendings.values())
 
     def advance(self, sending: AnySending, result: Array) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
-        collective = sending.advance(result)
-        self.fails |= sending.fails
-        return collective
+        asked = sending.advance(result)
+        while isinstance(asked, Told):
+            asked = sending.advance(self.feedback.ops.told(asked.arrays))
+        return asked
 
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
         """End the step, all of whose exchanges have ended, and write all reduced gradients.

@@ -44,5 +44,5 @@ class Pairs(Exchange):
         check_result(bucket, gathered, (bucket.world * message.shape[0], *message.shape[1:]), message.dtype)
         if self.values == "packed":
             gathered = bucket.ops.unquantize(gathered, bucket.world, bucket.numel)
-        used = rows_of(bucket, gathered, bucket.world)
+        used = yield from rows_of(bucket, gathered)
         return None if used is None else Messages(gathered, used)

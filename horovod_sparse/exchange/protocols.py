@@ -39,6 +39,13 @@ class Collective(NamedTuple):
     """This rank's message, of the same shape on every rank. The adapter may reduce it in place."""
 
 
+class Told(NamedTuple):
+    """What an exchange asks the host to learn before it goes on: numbers in flat arrays, which may be on a device."""
+
+    arrays: list[Array]
+    """The answer is a list of numbers for each."""
+
+
 class Round(NamedTuple):
     """What is known of one collective of an exchange before its first step."""
 
@@ -143,8 +150,10 @@ class Sender(Named, Protocol):
         """Take in how many entries all ranks send together, and what each rank has proposed."""
 
 
-Exchanging = Generator[Collective, Any, Sent]
-"""Asks for collectives, and returns what all ranks sent, or None if a rank's gradient was not finite."""
+Asked = Collective | Told
+Exchanging = Generator[Asked, Any, Sent]
+"""Asks for a collective first, then for collectives and numbers. Returns what all ranks sent, or None if a rank's gradient
+was not finite."""
 
 
 class Exchange(ABC):

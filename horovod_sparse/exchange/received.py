@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender, Told
 from horovod_sparse.ops.protocol import Array
 
 OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
 
 
-def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
+def rows_of(bucket: Sender, messages: Array) -> Generator[Told, Any, list[int] | None]:
     """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    rows = bucket.ops.rows_in_use(messages, world, bucket.numel)
+    (rows,) = yield Told([bucket.ops.rows_in_use(messages, bucket.world, bucket.numel)])
     if wire.DAMAGED in rows:
         raise damaged(bucket, f"message of worker {rows.index(wire.DAMAGED)}", OUT_OF_ORDER)
-    return None if wire.NOT_FINITE in rows else rows
+    return None if wire.NOT_FINITE in rows else [int(one) for one in rows]
 
 
 def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
@@ -49,7 +52,7 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
     tail = wire.tail(bucket.finite, checksum)
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
     check_result(bucket, total, (length + len(tail),), values.dtype)
-    bad, *bits = total[length:].tolist()
+    ((bad, *bits),) = yield Told([total[length:]])
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if not {*bits} <= {0.0, float(bucket.world)}:
         raise disagreement(bucket)

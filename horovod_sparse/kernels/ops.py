@@ -236,14 +236,15 @@ class KernelOps(HostOps):
         lib.hs_unquantize(at.pointer, length, chunks, world, *written)
         return self.array(pairs)
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> Array:
         at = self.memory(messages)
         if at is None:
             return super().rows_in_use(messages, world, numel)
         # Pairs have two dimensions, and an index in every second place.
-        stride, used = messages.ndim, ffi.new("int64_t[]", world)
-        lib.hs_rows_in_use(at.pointer, stride, _rows(at, stride, world), world, numel, used)
-        return cast("list[int]", ffi.unpack(used, world))
+        stride, used = messages.ndim, np.empty(world, np.int64)
+        rows = _rows(at, stride, world)
+        lib.hs_rows_in_use(at.pointer, stride, rows, world, numel, ffi.from_buffer("int64_t *", used))
+        return self.array(used)
 
     def assemble(self, parts: Sequence[Part], messages: Array, used: list[int], divisor: float) -> None:
         at, world = self.memory(messages), len(used)

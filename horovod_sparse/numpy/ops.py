@@ -78,6 +78,12 @@ class NumpyOps(Ops):
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
 
+    def is_finite(self, array: Array) -> Array:
+        return np.array([self.all_finite(array)])
+
+    def told(self, arrays: Sequence[Array]) -> list[list[Any]]:
+        return [array.tolist() for array in arrays]
+
     def norm(self, x: Array) -> float:
         with np.errstate(over="ignore"):
             return float(np.linalg.norm(x.astype(np.float64)))
@@ -168,9 +174,9 @@ class NumpyOps(Ops):
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
         return np.concatenate([_unquantize(message, wire.chunks_of(numel)) for message in wire.split(gathered, world)])
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> Array:
         indices = messages if messages.ndim == 1 else messages[:, 0]
-        return [_rows_in_use(message, numel) for message in np.split(indices, world)]
+        return np.array([_rows_in_use(message, numel) for message in np.split(indices, world)])
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)

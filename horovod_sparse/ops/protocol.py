@@ -128,6 +128,12 @@ class Ops(Protocol):
     def all_finite(self, array: Array) -> bool:
         """Return whether the array (any shape) holds neither NaN nor infinity."""
 
+    def is_finite(self, array: Array) -> Array:
+        """Return `all_finite` as an array of one number, for `told`. A device is not waited for."""
+
+    def told(self, arrays: Sequence[Array]) -> list[list[Any]]:
+        """Return the numbers in flat arrays. The host waits for a device once, whatever their number."""
+
     def norm(self, x: Array) -> float:
         """The Euclidean norm, accumulated in float64."""
 
@@ -182,11 +188,11 @@ class Ops(Protocol):
         `rows_in_use` finds.
         """
 
-    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> Array:
         """Return, for each of `world` messages, how many indices come before its padding; -1 if it is not as `wire` requires.
 
         The messages stand one after the other: pairs, of shape (rows, 2), or indices alone. They are int32, for a bucket of
-        `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. This waits for a device once.
+        `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. The numbers are for `told`.
         """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:

@@ -9,8 +9,10 @@ Tested by tests/ops/test_protocol.py.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import cast
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -125,6 +127,19 @@ class TorchOps(Ops):
         # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
+    def is_finite(self, array: Tensor) -> Tensor:
+        if on_host(array):
+            return torch.tensor([self.all_finite(array)])
+        return torch.isfinite(array).all().view(1)
+
+    def told(self, arrays: Sequence[Tensor]) -> list[list[Any]]:
+        away: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for array in arrays:
+            if not on_host(array):
+                away[array.device].append(array.double())
+        numbers = {place: iter(torch.cat(wide).tolist()) for place, wide in away.items()}
+        return [array.tolist() if on_host(array) else [*islice(numbers[array.device], len(array))] for array in arrays]
+
     def norm(self, x: Tensor) -> float:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
@@ -174,7 +189,7 @@ class TorchOps(Ops):
 
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
         messages = gathered.view(world, -1)[:, header:]
-        if min(self.rows_in_use(messages.flatten(), world, numel)) < 0:
+        if min(self.rows_in_use(messages.flatten(), world, numel).tolist()) < 0:
             return None
         merged = messages.flatten().sort().values
         first = merged >= 0
@@ -249,16 +264,17 @@ class TorchOps(Ops):
         bits = levels.gather(1, chunk + chunks * (code >> 1)) << 16 | code << 31
         return torch.stack((indices.int(), torch.where(used, bits, 0)), 2).view(-1, 2)
 
-    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int]:
+    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> Tensor:
+        if device.has_kernels(messages.device):
+            from horovod_sparse.kernels.gpu import message
+
+            return message.rows_in_use(messages, world, numel)
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
         before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == wire.PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
         in_range = (indices[:, 0] >= wire.PADDING) & (indices.amax(1) < numel)
         used = torch.where(follows & in_range, (indices >= 0).sum(1), wire.DAMAGED)
-        used = torch.where(indices[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, used)
-        # The host waits for the device once.
-        rows: list[int] = used.tolist()
-        return rows
+        return torch.where(indices[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, used)
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
@@ -280,10 +296,12 @@ class TorchOps(Ops):
 
     def assemble(self, parts: Sequence[Part], messages: Tensor, used: list[int], divisor: float) -> None:
         if device.has_kernels(messages.device):
-            _write_added_up(parts, messages, len(used), divisor)
+            from horovod_sparse.kernels.gpu import message
+
+            message.assemble(parts, messages, len(used), divisor)
             return
         split = zip(wire.split(messages, len(used)), used, strict=True)
-        entries = [self.unpack(message, rows) for message, rows in split]
+        entries = [self.unpack(one, rows) for one, rows in split]
         for indices, _ in entries:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
@@ -305,17 +323,6 @@ def _add(target: Tensor, first: int, indices: Tensor, values: Tensor) -> None:
     # the target add zero to some entry.
     inside = (indices >= first) & (indices < first + numel)
     target.index_add_(0, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0).to(target.dtype))
-
-
-def _write_added_up(targets: Sequence[Part], messages: Tensor, world: int, divisor: float) -> None:
-    """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
-    from horovod_sparse.kernels.gpu.message import add_up
-
-    for dtype in {target.dtype for _, target in targets}:
-        parts = [part for part in targets if part[1].dtype == dtype]
-        flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
-        sources = [flat[first : first + target.numel()] for first, target in parts]
-        torch._foreach_copy_([target for _, target in parts], sources)
 
 
 def _joined(numbers: Tensor, bits: int) -> Tensor:

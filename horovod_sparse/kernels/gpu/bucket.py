@@ -46,7 +46,7 @@ _SAMPLED_WIDTH = 11
 
 
 class DeviceBucket:
-    """A `core.selector.Selector` that launches the kernels for one bucket, and never makes the host wait before `finish`.
+    """A `core.selector.Selector` that launches the kernels for one bucket, and never makes the host wait.
 
     Args:
         rule: what the compressor asks for.
@@ -110,17 +110,13 @@ class DeviceBucket:
         self._histograms = zeros((len(_WIDTHS) + 1) * MOST_BINS, torch.int32)
         self._sampled = self._histograms[len(_WIDTHS) * MOST_BINS :]
         self._words = zeros(WORDS, torch.int64)
-        self._numbers = zeros(len(NUMBERS), torch.float64)
-        on_gpu = buffer.device.type == "cuda"
-        self._host = torch.zeros(len(NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self.numbers = zeros(len(NUMBERS), torch.float64)
+        """Those of the last step (`tiles.NUMBERS`)."""
         self._limit = math.inf
         """The magnitude that the last step compared entries with."""
         self._margin = _MARGIN
         self._state, self._k, self._capacity = BucketState(), 0, 0
         """Of the step that has begun."""
-        self.numbers: dict[str, float] = {}
-        """The numbers of the last step by name (`tiles.NUMBERS`)."""
 
     def forget(self) -> None:
         self._limit = math.inf
@@ -172,7 +168,7 @@ class DeviceBucket:
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with torch.cuda.device_of(self.buffer):
             asked = k, request.aim, request.cut, request.most_tail, self._floor()
-            results = self._histograms, self._numbers, self._words
+            results = self._histograms, self.numbers, self._words
             constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
             fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
             if request.rule != "largest":
@@ -180,10 +176,7 @@ class DeviceBucket:
             self._search(request, k, capacity)
             self._count(len(_WIDTHS) - 1, _WIDTHS[-1])
             counts = self._above, self._equal, self._groups
-            self._launch(write, *counts, capacity, message, self._numbers, GROUPS=self._lanes)
-            self._host.copy_(self._numbers, non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
+            self._launch(write, *counts, capacity, message, self.numbers, GROUPS=self._lanes)
         return message
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -197,25 +190,23 @@ class DeviceBucket:
         shift, stride = sum(_WIDTHS), min(_STRIDE, self._shape["BLOCK"] // RUN)
         digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": stride}
         counts, asked = (self._above, self._groups), (k, capacity, *request.trust)
-        results, constants = (self._sampled, self._numbers), {"FITS": self.rule.measures, "GROUPS": self._lanes}
+        results, constants = (self._sampled, self.numbers), {"FITS": self.rule.measures, "GROUPS": self._lanes}
         self._launch(sample, *counts, *asked, *results, **constants, **digit)
-        self._launch(collect, k, request.cut_exponent, self._sampled, self._numbers, **digit)
+        self._launch(collect, k, request.cut_exponent, self._sampled, self.numbers, **digit)
         for number, width in enumerate(_WIDTHS):
             shift -= width
             before = _WIDTHS[number - 1]
             self._launch(histogram, self._histograms, ROUND=number, SHIFT=shift, WIDTH=width, BEFORE=before)
 
-    def finish(self) -> Outcome:
-        if self._copied is not None:
-            self._copied.synchronize()
-        numbers = self.numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
-        if numbers["not_finite"]:
+    def finish(self, numbers: Sequence[float]) -> Outcome:
+        told = dict(zip(NUMBERS, numbers, strict=True))
+        if told["not_finite"]:
             # Nothing was sent, and nothing is learned.
             return Outcome(not_finite=self._not_finite())
-        self._adapt(numbers)
-        self.rule.learn(self._state, self._k, numbers)
-        self._limit = numbers["limit"]
-        sent, found = int(numbers["sent"]), int(numbers["found"])
+        self._adapt(told)
+        self.rule.learn(self._state, self._k, told)
+        self._limit = told["limit"]
+        sent, found = int(told["sent"]), int(told["found"])
         return Outcome(sent, found - sent if sent == self._capacity and found > sent else 0)
 
     def _not_finite(self) -> list[int]:

@@ -1,21 +1,31 @@
-"""The kernels that write a message of pairs, and add up what has arrived. Imports torch and Triton.
+"""The kernels that write a message of pairs, check those that have arrived, and add them up. Imports torch and Triton.
 
 Tested by tests/kernels/gpu/test_kernels.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.floats import bits_of, value_of
 from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
 from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
+from horovod_sparse.ops.protocol import Part
 
 CHUNK = 1024
+_TILE = 4096
+"""Entries of a target that one program adds up."""
+_LANES = 128
+"""Entries of a message that a program adds in one go: with few workers and a small ratio a tile gets no more of each."""
+_WIRE_DAMAGED = tl.constexpr(wire.DAMAGED)
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
 
@@ -87,35 +97,129 @@ def write(
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])
-def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, CHUNK: tl.constexpr):
-    """Add the entries of one rank's message that are within a dense target to it, divided by `divisor`."""
-    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = row < rows
-    index = tl.load(message + row * 2, inside, other=_WIRE_PADDING)
-    value = tl.load(message + row * 2 + 1, inside, other=0).to(tl.float32, bitcast=True)
-    value = tl.div_rn(value, tl.zeros_like(value) + tl.full((), divisor, tl.float64).to(tl.float32))
-    used = (index >= 0) & (index < numel)
-    before = tl.load(target + index, used, other=0.0)
-    tl.store(target + index, before + value.to(before.dtype), used)
+def check(messages, rows: tl.int64, numel: tl.int64, used, STRIDE: tl.constexpr, CHUNK: tl.constexpr):
+    """Store what `Ops.rows_in_use` says of each message. One program looks at CHUNK rows of one message.
 
-
-def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all ranks' messages of pairs, rank by rank, as a flat tensor. The host does not wait for the device.
-
-    Args:
-        messages: the messages one after the other. Indices that are negative, or not below `numel`, are left out.
-        world: the number of messages.
-        divisor: what values are divided by, as float32.
-        numel: the number of entries of the result.
-        dtype: float32 or float64, the type of the result.
+    As unsigned numbers DAMAGED is above NOT_FINITE, and that above every count.
     """
+    sender = tl.program_id(0).to(tl.int64)
+    message = messages + sender * rows * STRIDE
+    row = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    inside = row < rows
+    index = tl.load(message + row * STRIDE, inside, other=_WIRE_PADDING)
+    before = tl.load(message + (row - 1) * STRIDE, inside & (row > 0), other=_WIRE_PADDING)
+    follows = (row == 0) | ((before >= 0) & (before < index))
+    good = (index == _WIRE_PADDING) | ((index >= 0) & (index < numel) & follows)
+    here = tl.max(tl.where(inside & (index >= 0), row + 1, 0), 0).to(tl.int32)
+    here = tl.where(tl.min(good.to(tl.int32), 0) > 0, here, _WIRE_DAMAGED)
+    here = tl.where(tl.load(message) == _WIRE_NOT_FINITE, _WIRE_NOT_FINITE, here)
+    tl.atomic_max(used.to(tl.pointer_type(tl.uint32)) + sender, here.to(tl.uint32, bitcast=True), sem="relaxed")
+
+
+def rows_in_use(messages: Tensor, world: int, numel: int) -> Tensor:
+    """Do as `Ops.rows_in_use`. The host does not wait for the device."""
+    used = torch.zeros(world, dtype=torch.int32, device=messages.device)
+    rows = _rows_of(messages, world)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(messages):
+        check[(world, -(-rows // CHUNK))](messages, rows, numel, used, STRIDE=messages.dim(), CHUNK=CHUNK)
+    return used
+
+
+@triton.jit
+def _rows_below(messages, rows, limit, world, steps, RANKS: tl.constexpr):
+    """Return, for each rank's message, how many of its rows come before those of index `limit` and of padding."""
+    rank = tl.arange(0, RANKS)
+    low, high = tl.zeros([RANKS], tl.int64), tl.where(rank < world, rows, 0)
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        is_open = low < high
+        index = tl.load(messages + (rank * rows + middle) * 2, is_open, other=0)
+        is_below = (index >= 0) & (index < limit)
+        low = tl.where(is_open & is_below, middle + 1, low)
+        high = tl.where(is_open & ~is_below, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["rows", "world", "steps", "tiles"])
+def add_up(
+    messages,
+    rows: tl.int64,
+    world: tl.int64,
+    steps: tl.int64,
+    divisor: tl.float64,
+    table,
+    tiles: tl.int64,
+    WIDE: tl.constexpr,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Set one tile of the targets to the sum of all messages' entries there, divided by `divisor`, rank by rank.
+
+    `table` has, for each tile, the index of its first entry in the bucket, how many entries it has, and its address. They are
+    of float64 if WIDE, else of float32. Messages that are not in order write nothing beyond the tile.
+    """
+    tile = tl.program_id(0)
+    first, numel = tl.load(table + tile), tl.load(table + tiles + tile)
+    address = tl.load(table + 2 * tiles + tile)
+    target = address.to(tl.pointer_type(tl.float64)) if WIDE else address.to(tl.pointer_type(tl.float32))
+    for start in range(0, numel, CHUNK):
+        lanes = start + tl.arange(0, CHUNK)
+        tl.store(target + lanes, tl.zeros([CHUNK], target.dtype.element_ty), lanes < numel)
+    begins = _rows_below(messages, rows, first, world, steps, RANKS)
+    ends = _rows_below(messages, rows, first + numel, world, steps, RANKS)
+    rank = tl.arange(0, RANKS)
+    for sender in range(0, world):
+        # What other threads of this program have written must be there.
+        tl.debug_barrier()
+        begin, end = tl.sum(tl.where(rank == sender, begins, 0), 0), tl.sum(tl.where(rank == sender, ends, 0), 0)
+        message = messages + sender * rows * 2
+        for start in range(begin, end, LANES):
+            row = start + tl.arange(0, LANES)
+            index = tl.load(message + row * 2, row < end, other=_WIRE_PADDING).to(tl.int64) - first
+            value = tl.load(message + row * 2 + 1, row < end, other=0).to(tl.float32, bitcast=True)
+            value = tl.div_rn(value, tl.zeros_like(value) + tl.full((), divisor, tl.float64).to(tl.float32))
+            used = (row < end) & (index >= 0) & (index < numel)
+            before = tl.load(target + index, used, other=0.0)
+            tl.store(target + index, before + value.to(before.dtype), used)
+
+
+def assemble(parts: Sequence[Part], messages: Tensor, world: int, divisor: float) -> None:
+    """Do as `Ops.assemble`, with one launch for all parts of a type and all ranks. The host does not wait for the device."""
+    rows = _rows_of(messages, world)
+    constants = {"RANKS": triton.next_power_of_2(world), "CHUNK": CHUNK, "LANES": _LANES}
+    with torch.cuda.device_of(messages):
+        for dtype in {target.dtype for _, target in parts}:
+            table = _tiles_of([(first, target) for first, target in parts if target.dtype == dtype])
+            tiles, where = table.shape[1], _sent_to(messages.device, table)
+            asked = messages, rows, world, rows.bit_length(), divisor, where, tiles
+            add_up[(tiles,)](*asked, WIDE=dtype == torch.float64, **constants)
+
+
+def _tiles_of(parts: Sequence[Part]) -> NDArray[np.int64]:
+    """Return the table of `add_up` for parts of one type."""
+    firsts, sizes, addresses = (
+        np.array(numbers, np.int64)
+        for numbers in zip(*((first, target.numel(), target.data_ptr()) for first, target in parts), strict=True)
+    )
+    tiles = -(-sizes // _TILE)
+    part = np.repeat(np.arange(len(parts)), tiles)
+    start = (np.arange(len(part)) - np.repeat(tiles.cumsum() - tiles, tiles)) * _TILE
+    lengths = np.minimum(sizes[part] - start, _TILE)
+    return np.stack([firsts[part] + start, lengths, addresses[part] + start * parts[0][1].element_size()])
+
+
+def _sent_to(where: torch.device, table: NDArray[np.int64]) -> Tensor:
+    """Return a table on a device, for which the host does not wait."""
+    host = torch.from_numpy(table)
+    return host.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else host
+
+
+def _rows_of(messages: Tensor, world: int) -> int:
+    """Return how many rows each message has. Raise ValueError if they are of different lengths."""
     rows, over = divmod(len(messages), world)
     if over:
         # A message that ends early would be read beyond its end.
         raise ValueError(f"messages must have {world} equal parts, got {len(messages)} rows")
-    target = torch.zeros(numel, dtype=dtype, device=messages.device)
-    # Triton launches on the current device.
-    with torch.cuda.device_of(target):
-        for message in messages.split(rows):
-            scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
-    return target
+    return rows
