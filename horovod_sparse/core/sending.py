@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,8 +23,6 @@ from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
 NOWHERE = -1
 """The offset that stands for no parameter, where a rank says that a gradient is not finite."""
-_TOGETHER = 2**18
-"""Bytes of gradients that are added together; a processor's cache holds as many."""
 _NO_HINTS = Hints()
 
 
@@ -34,6 +33,9 @@ class Sending:
         bucket: what is kept of it from step to step.
         terms: what holds for all buckets in this step.
     """
+
+    together: ClassVar[float] = 2**18
+    """Bytes of gradients that are added together; a processor's cache holds as many."""
 
     def __init__(self, bucket: Bucket, terms: Terms) -> None:
         self.bucket, self.layout, self.name, self.rank = bucket, bucket.layout, bucket.name, bucket.rank
@@ -83,7 +85,7 @@ class Sending:
             self._rates[slot.offset] = rate
         self._arrived.append((slot, gradient, 1.0 if rate is None else rate))
         self._nbytes += 0 if gradient is None else gradient.nbytes
-        if self._nbytes >= _TOGETHER or not self.missing:
+        if self._nbytes >= self.together or not self.missing:
             self._add_together()
 
     def _add_together(self) -> None:
@@ -266,6 +268,9 @@ class DeviceSending(Sending):
     Args:
         device: what selects. The other arguments are those of `Sending`.
     """
+
+    together: ClassVar[float] = math.inf
+    """All of a bucket are added by one launch."""
 
     def __init__(self, bucket: Bucket, terms: Terms, device: Selector) -> None:
         super().__init__(bucket, terms)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse.compressors.base import BucketState, Compressor
@@ -15,7 +19,7 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import CHUNK, write
+from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, write
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -100,7 +104,9 @@ class DeviceBucket:
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=buffer.device)
 
-        self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
+        self._edges = np.array([*starts, buffer.numel()], np.int64)
+        """The first entry of each tile, and the end of the last one, for the host; `_starts` has them on the device."""
+        self._starts = torch.from_numpy(self._edges).to(buffer.device)
         self._found = zeros(self._tiles, torch.int32)
         self._slots = zeros(self._tiles * self._slots_each, torch.int32)
         self._entries = (buffer, self._starts, self._found, self._slots, self._tiles)
@@ -140,7 +146,6 @@ class DeviceBucket:
         factor, ahead = momentum or (0.0, None)
         numbers = request.cut, floor, factor, ahead or 0.0, rate
         constants = {
-            "BLOCK": self._shape["BLOCK"],
             "SLOTS": self._slots_each,
             "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
             "HAS_VELOCITY": momentum is not None,
@@ -149,18 +154,32 @@ class DeviceBucket:
             # A product and a sum must round twice, as they do everywhere else.
             "enable_fp_fusion": momentum is None and rate == 1.0,
         }
+        together: dict[torch.dtype, list[Part]] = defaultdict(list)
         for offset, gradient in gradients:
-            numel, tiles = self._sizes[offset], self._tiles_of[offset]
-            part = slice(offset, offset + numel)
-            x = self.buffer[part]
-            moving = x if self._velocity is None else self._velocity[part]
-            flat = x if gradient is None else gradient.contiguous()
-            assert flat.numel() == x.numel()
-            place = offset, numel, tiles.start, self._tiles
-            results = self._partials, self._found, self._slots
+            given = None if gradient is None else gradient.contiguous()
+            together[self.buffer.dtype if given is None else given.dtype].append((offset, given))
+        velocity = self.buffer if self._velocity is None else self._velocity
+        results = self._partials, self._found, self._slots
+        for dtype, parts in together.items():
+            table, aligned = self._table(parts)
+            where = self._starts, sent_to(self.buffer.device, table), table.shape[1], self._tiles
+            kind = {"GRADIENT": getattr(tl, str(dtype).removeprefix("torch.")), "ALIGNED": aligned}
             with torch.cuda.device_of(self.buffer):
-                has = {"HAS_GRADIENT": gradient is not None}
-                accumulate[(len(tiles),)](x, flat, moving, *place, *numbers, *results, **has, **constants)
+                accumulate[(table.shape[1],)](self.buffer, velocity, *where, *numbers, *results, **kind, **constants)
+
+    def _table(self, parts: Sequence[Part]) -> tuple[NDArray[np.int64], bool]:
+        """Return the table of `accumulate`, and whether all that it tells of is aligned."""
+        offsets, addresses = (
+            np.array(numbers, np.int64)
+            for numbers in zip(*((first, 0 if one is None else one.data_ptr()) for first, one in parts), strict=True)
+        )
+        itemsize = max((one.element_size() for _, one in parts if one is not None), default=0)
+        ranges = [self._tiles_of[first] for first, _ in parts]
+        part, tiles = numbered([len(tiles) for tiles in ranges], [tiles.start for tiles in ranges])
+        begins, ends = self._edges[tiles], self._edges[tiles + 1]
+        at = np.where(addresses[part] != 0, addresses[part] + (begins - offsets[part]) * itemsize, 0)
+        aligned = not (at % 16).any() and not (begins % RUN).any() and not (ends % RUN).any()
+        return np.stack([tiles, at]), aligned
 
     def message(self) -> Tensor:
         k, capacity = self._k, self._capacity

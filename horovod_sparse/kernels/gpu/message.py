@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from horovod_sparse.exchange import wire
@@ -192,7 +192,7 @@ def assemble(parts: Sequence[Part], messages: Tensor, world: int, divisor: float
     with torch.cuda.device_of(messages):
         for dtype in {target.dtype for _, target in parts}:
             table = _tiles_of([(first, target) for first, target in parts if target.dtype == dtype])
-            tiles, where = table.shape[1], _sent_to(messages.device, table)
+            tiles, where = table.shape[1], sent_to(messages.device, table)
             asked = messages, rows, world, rows.bit_length(), divisor, where, tiles
             add_up[(tiles,)](*asked, WIDE=dtype == torch.float64, **constants)
 
@@ -203,14 +203,20 @@ def _tiles_of(parts: Sequence[Part]) -> NDArray[np.int64]:
         np.array(numbers, np.int64)
         for numbers in zip(*((first, target.numel(), target.data_ptr()) for first, target in parts), strict=True)
     )
-    tiles = -(-sizes // _TILE)
-    part = np.repeat(np.arange(len(parts)), tiles)
-    start = (np.arange(len(part)) - np.repeat(tiles.cumsum() - tiles, tiles)) * _TILE
+    part, number = numbered(-(-sizes // _TILE), np.zeros_like(sizes))
+    start = number * _TILE
     lengths = np.minimum(sizes[part] - start, _TILE)
     return np.stack([firsts[part] + start, lengths, addresses[part] + start * parts[0][1].element_size()])
 
 
-def _sent_to(where: torch.device, table: NDArray[np.int64]) -> Tensor:
+def numbered(counts: ArrayLike, firsts: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for all tiles of some parts, of which each has so many from a first number on, their part and their number."""
+    counts, firsts = np.asarray(counts, np.int64), np.asarray(firsts, np.int64)
+    part = np.repeat(np.arange(len(counts)), counts)
+    return part, np.arange(len(part)) + (firsts - counts.cumsum() + counts)[part]
+
+
+def sent_to(where: torch.device, table: NDArray[np.int64]) -> Tensor:
     """Return a table on a device, for which the host does not wait."""
     host = torch.from_numpy(table)
     return host.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else host

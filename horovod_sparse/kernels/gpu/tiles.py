@@ -33,16 +33,14 @@ _RUN = tl.constexpr(RUN)
 
 @triton.jit
 def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
-    """Add the gradient, if there is one, to the velocity, and store that. Return what is added to the residual."""
+    """Add the gradient to the velocity, and store that. Return what is added to the residual."""
     v = tl.load(velocity, inside, other=0.0)
     v *= tl.full((), factor, tl.float64).to(v.dtype)
-    if g is not None:
-        v += g
+    v += g
     tl.store(velocity, clip(v), inside)
     if NESTEROV:
         v *= tl.full((), ahead, tl.float64).to(v.dtype)
-        if g is not None:
-            v += g
+        v += g
     return v
 
 
@@ -76,14 +74,13 @@ def _store_two(partials, LOW: tl.constexpr, HIGH: tl.constexpr, tiles, tile, cou
     _store_sum(partials, HIGH, tiles, tile, both >> 16)
 
 
-@triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
+@triton.jit(do_not_specialize=["count", "tiles"])
 def accumulate(
     residual,
-    gradient,
     velocity,
-    offset: tl.int64,
-    numel: tl.int64,
-    first_tile: tl.int64,
+    starts,
+    table,
+    count: tl.int64,
     tiles: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
@@ -93,22 +90,29 @@ def accumulate(
     partials,
     found,
     slots,
-    BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HAS_VELOCITY: tl.constexpr,
     NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
-    """Add `rate` times one parameter's gradient, or its velocity, to its residual, and store each tile's sums and candidates.
+    """Add `rate` times a tile's gradient, or its velocity, to its residual, and store the tile's sums and candidates.
 
-    `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
-    of the gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
+    `table` has the numbers of `count` tiles, then the addresses of their gradients, of type GRADIENT; 0 stands for no
+    gradient. If ALIGNED, a thread may load RUN entries of all tiles and gradients at once. Entries of the gradient that are
+    not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
     """
-    tile = first_tile + tl.program_id(0)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    tile = tl.load(table + tl.program_id(0))
+    address = tl.load(table + count + tl.program_id(0))
+    start = tl.load(starts + tile)
+    left = (tl.load(starts + tile + 1) - start).to(tl.int32)
+    gradient = address.to(tl.pointer_type(GRADIENT))
+    if ALIGNED:
+        start = tl.multiple_of(start, _RUN)
+        left = tl.multiple_of(left, _RUN)
+        gradient = tl.multiple_of(gradient, 16)
     dtype = residual.dtype.element_ty
     bound = tl.full((), floor, tl.float64).to(dtype)
     listed = tl.full((), 0, tl.int32)
@@ -123,22 +127,19 @@ def accumulate(
         lanes = first + tl.arange(0, CHUNK)
         inside = lanes < left
         x = tl.load(residual + start + lanes, inside, other=0.0)
-        g, not_finite = None, tl.zeros([CHUNK], tl.int32)
-        if HAS_GRADIENT:
-            g = tl.load(gradient + start + lanes, inside, other=0.0).to(dtype)
-            finite = tl.abs(g) < float("inf")
-            g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
+        g = tl.load(gradient + lanes, inside & (address != 0), other=0.0).to(dtype)
+        finite = tl.abs(g) < float("inf")
+        g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
         if HAS_VELOCITY:
             g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
-        if HAS_VELOCITY or HAS_GRADIENT:
-            x += g * tl.full((), rate, tl.float64).to(dtype)
+        x += g * tl.full((), rate, tl.float64).to(dtype)
         not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
         x = clip(x)
         tl.store(residual + start + lanes, x, inside)
 
         magnitude = tl.abs(x)
         wanted = tl.where(run_peaks(magnitude, CHUNK) > bound, 1, 0)
-        index = (offset + start).to(tl.int32) + first + tl.arange(0, CHUNK // _RUN) * _RUN
+        index = start.to(tl.int32) + first + tl.arange(0, CHUNK // _RUN) * _RUN
         listed = list_runs(listed, wanted, index, slots + tile * SLOTS, SLOTS)
         candidates_bad += tl.where(magnitude > bound, 1, 0) + not_finite * 65536
         if MEASURES:
