@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse import kernels
-from horovod_sparse.core.step import Step
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.exchange.protocols import Collective, Exchange
 from horovod_sparse.numpy import (
     DGC,
@@ -233,7 +233,7 @@ def test_after_an_exception_within_an_exchange_a_worker_refuses_to_go_on(
         one(local(0))
     saved = reduce.state_dict()
     with monkeypatch.context() as patched:
-        patched.setattr(Step, "advance", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(Sending, "advance", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             reduce(local(1))
     assert reduce.driver.feedback is not None and reduce.driver.feedback.is_broken

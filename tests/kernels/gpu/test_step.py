@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class Echo:
         return [value] * self.world
 
 
-def driver_of(compressor: Compressor, shapes: dict[str, tuple[int, ...]], transport: Echo) -> Driver:
+def driver_of(compressor: Compressor, shapes: Mapping[str, tuple[int, ...]], transport: Echo) -> Driver:
     """A driver with a bucket for all parameters whose names begin with the same number."""
     parameters = [
         Parameter(name, shape, "float32", "device", int(name[0]) if name[0].isdigit() else None)
