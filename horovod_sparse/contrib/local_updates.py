@@ -109,6 +109,7 @@ class LocalUpdates:
             every=int(every),
             grow=divides(optimizer.param_groups) if grow is None else bool(grow),
             check=lambda: names_of(optimizer, model, known),
+            device=next(iter(names)).device,
         )
         self._ahead = Ahead()
         self._stepping = False

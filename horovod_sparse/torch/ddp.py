@@ -70,7 +70,7 @@ class DDPSource(TensorSource):
         finds_unused: bool = True,
     ) -> None:
         super().__init__(compressor, group, active=compresses(group.world), optimizer=optimizer)
-        self._group, self._given = group, given
+        self._given = given
         self._gradients: dict[Tensor, Tensor] = {}
         """This step's gradients, in DDP's buckets, whose memory gets the reduced ones."""
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
@@ -185,7 +185,7 @@ class DDPSource(TensorSource):
         if not new:
             # Backward begins with the last parameters of the model.
             new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(self._gradients)])}
-        agree(self, new, self._group)
+        agree(self, new)
 
     def _forget(self) -> None:
         self._gradients, self._promised = {}, []

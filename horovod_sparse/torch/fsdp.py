@@ -45,7 +45,7 @@ class ShardedSource(TensorSource):
         self._given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
         place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         super().__init__(compressor, replicas, active=compresses(replicas.world), optimizer=optimizer, place=place)
-        self._group, self._place = replicas, place
+        self._place = place
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shards = shards_of(mesh, next(iter(self._parts.values())).device)
         self._gradients: dict[Tensor, Tensor] = {}
@@ -107,7 +107,7 @@ class ShardedSource(TensorSource):
             )
         if self.driver.feedback is None:
             new = {part: name for part, name in self._given.items() if part in self._gradients}
-            agree(self, new, self._group, more={"shard": self._place, "averages": str(self.averages)})
+            agree(self, new, more={"shard": self._place, "averages": str(self.averages)})
         # Of those that are frozen now, nothing is sent.
         self._gradients |= {part: torch.zeros_like(part) for part in self.names if part not in self._gradients}
         self.add_rest()
