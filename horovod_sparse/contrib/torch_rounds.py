@@ -20,7 +20,7 @@ from horovod_sparse.core.transport import Transport
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import description, follow, sums
-from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.source import uncompiled
 
 
 class Rounds:
@@ -62,6 +62,7 @@ class Rounds:
         """What was trained in the last round, by name: the same on all workers."""
         self._steps = self._age = 0
         """The steps of this round, and all steps."""
+        self.exchange = uncompiled(self._exchange)
 
     @property
     def active(self) -> bool:
@@ -81,9 +82,8 @@ class Rounds:
         if self._steps >= self._every:
             self.exchange(problem)
 
-    @uncompiled
     @torch.no_grad()
-    def exchange(self, problem: Exception | None = None) -> None:
+    def _exchange(self, problem: Exception | None = None) -> None:
         """Replace the values of the parameters by those of the start, plus the mean of what all workers send."""
         movement = self.movement
         parts = [part for part in self._names if part in movement.trained]

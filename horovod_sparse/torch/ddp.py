@@ -21,7 +21,7 @@ from horovod_sparse.core.binding import compresses
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.meeting import agree
-from horovod_sparse.torch.source import TensorSource
+from horovod_sparse.torch.source import TensorSource, uncompiled
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
@@ -70,7 +70,7 @@ class DDPSource(TensorSource):
         finds_unused: bool = True,
     ) -> None:
         super().__init__(compressor, group, active=compresses(group.world), optimizer=optimizer)
-        self._given = given
+        self._given, self.reduce = given, uncompiled(self._reduce)
         self._gradients: dict[Tensor, Tensor] = {}
         """This step's gradients, in DDP's buckets, whose memory gets the reduced ones."""
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
@@ -102,7 +102,7 @@ class DDPSource(TensorSource):
         return self._gradients[parameter]
 
     @torch.no_grad()
-    def reduce(self, bucket: Any) -> Future[Tensor]:
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
         """Take a bucket's gradients. Return the bucket, which holds the mean of all ranks' gradients once all are reduced."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)

@@ -29,9 +29,8 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, spoiled_sparse
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
-from horovod_sparse.torch.source import TensorSource
+from horovod_sparse.torch.source import TensorSource, uncompiled
 from horovod_sparse.torch.unchanged import Handed, first_changed
-from horovod_sparse.torch.uncompiled import uncompiled
 from horovod_sparse.torch.wrapped import Wrapped
 
 _agreed: Counter[tuple[int, ...]] = Counter()
@@ -55,6 +54,7 @@ class HorovodSource(TensorSource):
         super().__init__(compressor, self._collectives, active=active, optimizer=optimizer)
         self.wrapped = Wrapped(optimizer)
         """What stock Horovod keeps in the optimizer."""
+        self.synchronize = uncompiled(self._synchronize)
         self._sparse: dict[Tensor, str] = {}
         """Embeddings whose sparse gradients Horovod reduces, with their names."""
         self._sparse_as_dense: set[Tensor] = set()
@@ -173,9 +173,8 @@ class HorovodSource(TensorSource):
 
     # --- reduced gradients out ---
 
-    @uncompiled
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         if self.wrapped.is_synchronized and not self.wrapped.has_counted and self._holds_reduced():
             return

@@ -28,7 +28,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.horovod import HorovodSource, source_of
 from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.source import uncompiled
 from horovod_sparse.torch.wrapped import ADASUM, OPTIMIZER, Wrapped
 
 
