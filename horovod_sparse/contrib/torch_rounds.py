@@ -116,7 +116,7 @@ class Rounds:
         """Return what must be equal on all workers."""
         values = sums(self.movement.start[part] for part in parts)
         return {
-            **description(self._compression, {part: self._names[part] for part in parts}, ()),
+            **description(self._compression, {part: self._names[part] for part in parts}),
             "settings": f"every={self._every}, grow={self._lengths.grow}",
             "exchange": str(self._source.exchanges),
             "shared parameters": [f"{self._names[part]}: {bits}" for part, bits in zip(parts, values, strict=True)],

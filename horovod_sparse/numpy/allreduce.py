@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, compare
+from horovod_sparse.core.agreement import compare, description
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
@@ -90,12 +90,8 @@ class SparseAllreduce:
     def _plan(self, gradients: Mapping[str, Array]) -> None:
         """Fix names, shapes and types. Raise ValueError first, on every worker, if a state to be loaded does not fit."""
         transport, compressor = self._transport, self.driver.compressor
-        mine: dict[str, str | list[str]] = {
-            "release": RELEASE,
-            "compression": repr(compressor),
-            "arrays": [f"{name} {one.shape} {one.dtype}" for name, one in gradients.items()],
-            "average": str(self._averages),
-        }
+        arrays = [f"{name} {one.shape} {one.dtype}" for name, one in gradients.items()]
+        mine = description(compressor, arrays, average=str(self._averages))
         compare(mine, transport.everyone(mine), transport.rank)
         self.driver.extend(parameters_of(gradients, compressor), gradients)
         self._shapes = shapes_of(gradients)

@@ -18,13 +18,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import (
-    RELEASE,
-    check_arguments,
-    check_sparse,
-    compare,
-    is_elastic,
-)
+from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, description, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.plan import check_limits, planned
@@ -229,18 +223,15 @@ class VariableSource:
         """
         key = (self._process_set.process_set_id, *self._process_set.ranks)
         number = _agreed[key] if self._agreements == 0 else self._collectives.number
-        mine: dict[str, str | list[str]] = {
-            "release": RELEASE,
-            "variables": [
-                f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
-            ],
-            "problem": problem,
-            "compression": repr(self.compressor),
-            "op": self.reduction.op_name,
-            "sparse_as_dense": str(self.reduction.sparse_as_dense),
+        mine = description(
+            self.compressor,
+            [f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()],
+            problem=problem,
+            op=self.reduction.op_name,
+            sparse_as_dense=str(self.reduction.sparse_as_dense),
             **self.settings(),
-            "optimizer": f"number {number} of this process set, its agreement number {self._agreements}",
-        }
+            optimizer=f"number {number} of this process set, its agreement number {self._agreements}",
+        )
         everyone = self._collectives.agree(mine, self._first_collective(given))
         compare(mine, everyone, mpi_ops.rank())
         if self._agreements == 0:
