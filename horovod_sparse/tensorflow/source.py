@@ -10,7 +10,6 @@ Tested by tests/parallel/tf/tape.py.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,9 +34,6 @@ Variable = Any
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many sources have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
 made does not count. The key includes the ranks because Horovod gives the number of a removed set to the next one."""
-_made: Counter[str] = Counter()
-"""How many compressors have begun to serve tapes, by their settings."""
-_SUSPICIOUS = 10
 
 
 class VariableSource:
@@ -258,14 +254,6 @@ def source_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared:
     bound = compressor.source
     if not (shared and isinstance(bound, VariableSource) and bound.shared):
         compressor.check_free()
-        if shared:
-            _made[repr(compressor)] += 1
-            if compressor.residual and _made[repr(compressor)] == _SUSPICIOUS:
-                warnings.warn(
-                    f"horovod_sparse: {compressor!r} is number {_SUSPICIOUS} that serves tapes with these settings; if every "
-                    "step makes a compressor, its residual is lost: make the compressor once, outside of the step",
-                    stacklevel=1,
-                )
         return VariableSource(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound
