@@ -116,13 +116,13 @@ class Feedback:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
         Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
-        "learning_rates" has 1.0 for every residual if they hold updates, and is empty if they hold gradients.
+        "lr_in_residual" says whether residuals hold updates, or gradients.
         """
         return {
             "version": VERSION,
+            "lr_in_residual": self.compressor.lr_in_residual,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.lr_in_residual else {},
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 
