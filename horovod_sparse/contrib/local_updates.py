@@ -91,7 +91,6 @@ class LocalUpdates:
         self.optimizer, self.every, self.skip_nonfinite = optimizer, int(every), skip_nonfinite
         self.compression = NoOp() if compression is None else compression
         check_kind(self.compression, TorchCompressor, "horovod_sparse.torch", stock=False)
-        self.compression.check_free()
         check_settings(self.compression)
         names = names_of(optimizer, model)
         known = [*names.values()]

@@ -11,7 +11,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Intake
 from horovod_sparse.core.layout import Layout
-from horovod_sparse.core.plan import check_limits, first_sparse_step
+from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
@@ -65,7 +65,6 @@ class Feedback:
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
-        check_limits(layouts, self.compressor, self.world)
         ratio = self.compressor.schedule.ratio(first_sparse_step(self.compressor, self.world))
         for layout in layouts:
             array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio)

@@ -20,7 +20,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, description, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter
-from horovod_sparse.core.plan import check_limits, planned
+from horovod_sparse.core.plan import planned
 from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
@@ -198,9 +198,7 @@ class VariableSource:
                 )
             residual = self.compressor.residual_dtype_of(gradient)
             parameters.append(Parameter(name, self.names.shape(name), residual, "cpu", groups.get(name)))
-        buckets, dense = planned(parameters, self.compressor, self._process_set.size())
-        check_limits(buckets, self.compressor, self._process_set.size())
-        return buckets, dense
+        return planned(parameters, self.compressor, self._process_set.size())
 
     def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
         """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
@@ -253,7 +251,6 @@ def source_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared:
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.source
     if not (shared and isinstance(bound, VariableSource) and bound.shared):
-        compressor.check_free()
         return VariableSource(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound

@@ -263,17 +263,13 @@ class HorovodSource(TensorSource):
         super().give_up()
         self._forget()
 
-    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+    def settle(self, call: str) -> None:
         if self.driver.step is not None and call in ("state_dict", "rescale"):
             raise RuntimeError(
                 f"rank {mpi_ops.rank()}: {call} must be called between two steps, got a call after loss.backward(), when "
                 "the residuals lack what is on its way; call optimizer.step() first"
             )
-        if state is not None and self.driver.feedback is None and self.active:
-            # Find a wrong state when it is loaded, not in the middle of the first step.
-            sparse, served = state.get("sparse", ()), self._served()
-            self.driver.check(state, {name: tuple(one.shape) for one, name in served.items() if name not in sparse})
-        super().settle(call, state)
+        super().settle(call)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a gradient was changed after it had been handed over."""
@@ -309,15 +305,12 @@ class HorovodSource(TensorSource):
                     check_memory({parameter: name})
                     self.wrapped.hook(parameter, name)
 
-    def _served(self) -> dict[Tensor, str]:
-        """Return the parameters that are reduced, with their names, in the order of the optimizer."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return {one: self.wrapped.names[one] for one in parameters if one in self.wrapped.reduced}
-
     def _meet(self) -> None:
         """Agree with the other ranks on parameters that are new, and make their buckets. Blocks."""
         driver, groups = self.driver, self.wrapped.group_of
-        new = {one: name for one, name in self._served().items() if one not in self.names and one not in self._sparse}
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        waiting = self.wrapped.reduced.difference(self.names, self._sparse)
+        new = {one: self.wrapped.names[one] for one in parameters if one in waiting}
         found = self._agree(new)
         sparse_as_dense = self.optimizer.sparse_as_dense
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())

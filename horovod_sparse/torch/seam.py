@@ -89,7 +89,6 @@ def _init(stock: Method) -> Method:
                 named = arguments.arguments["named_parameters"] = list(named)
             names = {parameter: name for name, parameter in named or ()}
             check_memory({one: names.get(one, "(without a name)") for group in params for one in group["params"]})
-            compression.check_free()
             check_momentum(compression, params)
         try:
             stock(*arguments.args, **arguments.kwargs)

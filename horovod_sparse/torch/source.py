@@ -144,7 +144,7 @@ class TensorSource(ABC):
         for target, flat in rounded:
             target.copy_(flat.view(target.shape))
 
-    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+    def settle(self, call: str) -> None:
         """Give up a step that has begun, and do nothing if none has: see `Settle`."""
         if call == "rescale" and self.scaler is not None:
             raise RuntimeError(
