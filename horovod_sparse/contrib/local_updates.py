@@ -91,7 +91,6 @@ class LocalUpdates:
         self.optimizer, self.every, self.skip_nonfinite = optimizer, int(every), skip_nonfinite
         self.compression = NoOp() if compression is None else compression
         check_kind(self.compression, TorchCompressor, "horovod_sparse.torch", stock=False)
-        self.compression.check_free()
         check_settings(self.compression)
         names = names_of(optimizer, model)
         known = [*names.values()]
@@ -109,6 +108,7 @@ class LocalUpdates:
             every=int(every),
             grow=divides(optimizer.param_groups) if grow is None else bool(grow),
             check=lambda: names_of(optimizer, model, known),
+            device=next(iter(names)).device,
         )
         self._ahead = Ahead()
         self._stepping = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse.core.agreement import Description, compare
+from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.group import Group
 
@@ -26,7 +27,7 @@ class Meeting:
         shards: what joins the ranks of this worker, if its parameters are sharded.
     """
 
-    def __init__(self, transport: Group, shards: Sequence[Group]) -> None:
+    def __init__(self, transport: Transport, shards: Sequence[Group]) -> None:
         self._transport, self._shards = transport, shards
         self.compares = True
         """Whether the next meeting is to compare everything, which all workers then do."""
@@ -46,7 +47,7 @@ class Meeting:
         number = -1 if self._number is None else self._number
         mine = torch.tensor([self.compares or problem is not None, age, number], dtype=torch.float64)
         line = torch.cat([mine.to(numbers.device), numbers])
-        lines = self._transport.start(Collective("allgather", line.view(1, -1)))()
+        lines = self._transport.start(Collective("allgather", line.view(1, -1)), "meeting")()
         differs = (lines[:, 0].any() | (lines[:, 1:3] != lines[0, 1:3]).any()).to(torch.int32).view(1)
         for shards in self._shards:
             differs = shards.start(Collective("allreduce", differs))()

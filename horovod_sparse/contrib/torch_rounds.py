@@ -16,10 +16,11 @@ from horovod_sparse.contrib.torch_meeting import Meeting
 from horovod_sparse.contrib.torch_movement import Groups, Movement
 from horovod_sparse.contrib.torch_workers import MovementSource
 from horovod_sparse.core.agreement import Description
+from horovod_sparse.core.transport import Transport
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import description, follow, sums
-from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.source import uncompiled
 
 
 class Rounds:
@@ -34,6 +35,7 @@ class Rounds:
         every: number of steps of a round.
         grow: whether movements grow (`Lengths`).
         check: raises ValueError if the parameters are not those of the beginning any more.
+        device: where the parameters are.
     """
 
     def __init__(
@@ -41,15 +43,16 @@ class Rounds:
         compression: TorchCompressor,
         parts: Mapping[Tensor, Tensor],
         names: Mapping[Tensor, str],
-        transport: Group,
+        transport: Transport,
         shards: Sequence[Group],
         *,
         every: int,
         grow: bool,
         check: Callable[[], object],
+        device: torch.device,
     ) -> None:
         self._compression, self._parts, self._names, self._transport = compression, parts, names, transport
-        self._every, self._check = every, check
+        self._every, self._check, self._device = every, check, device
         self._lengths = Lengths()
         self._lengths.grow = grow
         self.movement = Movement(parts, self._lengths)
@@ -59,6 +62,7 @@ class Rounds:
         """What was trained in the last round, by name: the same on all workers."""
         self._steps = self._age = 0
         """The steps of this round, and all steps."""
+        self.exchange = uncompiled(self._exchange)
 
     @property
     def active(self) -> bool:
@@ -78,9 +82,8 @@ class Rounds:
         if self._steps >= self._every:
             self.exchange(problem)
 
-    @uncompiled
     @torch.no_grad()
-    def exchange(self, problem: Exception | None = None) -> None:
+    def _exchange(self, problem: Exception | None = None) -> None:
         """Replace the values of the parameters by those of the start, plus the mean of what all workers send."""
         movement = self.movement
         parts = [part for part in self._names if part in movement.trained]
@@ -96,7 +99,7 @@ class Rounds:
             # Workers may train other parameters than before. Then they compare what they train.
             trained = [self._names[part] for part in parts]
             self._meeting.compares |= trained != self._trained
-            sample = movement.sample(parts, self._transport.device)
+            sample = movement.sample(parts, self._device)
             found = self._meeting.meet(self._age, sample, problem, lambda: self._describe(parts))
             movement.grow(parts, self._transport.world)
             self._source.exchange({part: part.detach() for part in parts})
@@ -113,7 +116,7 @@ class Rounds:
         """Return what must be equal on all workers."""
         values = sums(self.movement.start[part] for part in parts)
         return {
-            **description(self._compression, {part: self._names[part] for part in parts}, ()),
+            **description(self._compression, {part: self._names[part] for part in parts}),
             "settings": f"every={self._every}, grow={self._lengths.grow}",
             "exchange": str(self._source.exchanges),
             "shared parameters": [f"{self._names[part]}: {bits}" for part, bits in zip(parts, values, strict=True)],

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.state import empty_state, step_of
+from horovod_sparse.core.stock import complete_global_set
+from horovod_sparse.core.transport import Transport
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -29,16 +31,16 @@ class MovementSource(TensorSource):
 
     Args:
         compressor: whose movements these are.
-        group: what joins the workers.
+        transport: what joins the workers.
         names: those of the parameters, in the order of the model.
         shards: what joins the ranks of this worker, if its parameters are sharded.
     """
 
     def __init__(
-        self, compressor: TorchCompressor, group: Group, names: Mapping[Tensor, str], shards: Sequence[Group]
+        self, compressor: TorchCompressor, transport: Transport, names: Mapping[Tensor, str], shards: Sequence[Group]
     ) -> None:
-        super().__init__(compressor, group, active=compresses(group.world))
-        self._group, self._given, self._shards = group, names, shards
+        super().__init__(compressor, transport, active=compresses(transport.world))
+        self._given, self._shards = names, shards
         self._movements: Mapping[Tensor, Tensor] = {}
 
     @property
@@ -57,7 +59,7 @@ class MovementSource(TensorSource):
         try:
             new = {one: name for one, name in self._given.items() if one in movements and one not in self.names}
             if new or self.driver.feedback is None:
-                agree(self, new, self._group, later=self._given.values())
+                agree(self, new, later=self._given.values())
             self.add_rest()
         except BaseException:
             # The other workers wait for what this one has not sent.
@@ -168,7 +170,7 @@ def names_of(optimizer: Any, model: nn.Module, known: Sequence[str] | None = Non
 
 def placed(
     model: nn.Module, names: Mapping[Tensor, str], group: Any
-) -> tuple[dict[Tensor, Tensor], Group, Sequence[Group]]:
+) -> tuple[dict[Tensor, Tensor], Transport, Sequence[Group]]:
     """Return the parts of the parameters that are here, what joins the workers, and what joins the ranks of this one."""
     if any(map(is_sharded, names)):
         # They take a second to import.
@@ -195,13 +197,17 @@ def placed(
     return held(names), transport_of(group, next(iter(names)).device), ()
 
 
-def transport_of(group: Any, device: torch.device) -> Group:
+def transport_of(group: Any, device: torch.device) -> Transport:
     """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
-        from horovod_sparse.contrib.horovod_group import HorovodGroup
+        from horovod.common import process_sets
+        from horovod.torch import mpi_ops
 
-        return HorovodGroup(stock.module.global_process_set if group is None else group)
+        from horovod_sparse.torch.exchange import Collectives
+
+        complete_global_set(process_sets, mpi_ops)
+        return Collectives(stock.module.global_process_set if group is None else group, "local")
     if not dist.is_initialized():
         raise ValueError(
             "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() first"

@@ -16,11 +16,16 @@ from horovod_sparse.core.transport import Transport
 Description = Mapping[str, str | list[str]]
 
 RELEASE = __version__
-"""The release of this package: a part of every first description."""
+"""The release of this package."""
 _ABSENT = "not there"
 
 DIVIDING = frozenset({"betas", "eps", "etas", "beta_1", "beta_2_decay", "epsilon", "learning_rate_power"})
 """The settings, in PyTorch and Keras, of optimizers that divide by the size of the gradient. SGD has none of them."""
+
+
+def description(c: Compressor, parameters: Iterable[str], **more: str | list[str]) -> Description:
+    """Return what must be equal on all ranks: release, settings, parameters with their shapes and types, and `more`."""
+    return {"release": RELEASE, "compression": repr(c), "parameters": [*parameters], **more}
 
 
 def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:

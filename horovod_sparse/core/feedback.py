@@ -11,7 +11,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Intake
 from horovod_sparse.core.layout import Layout
-from horovod_sparse.core.plan import check_limits, first_sparse_step
+from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
@@ -65,7 +65,6 @@ class Feedback:
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
-        check_limits(layouts, self.compressor, self.world)
         ratio = self.compressor.schedule.ratio(first_sparse_step(self.compressor, self.world))
         for layout in layouts:
             array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio)
@@ -116,13 +115,13 @@ class Feedback:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
         Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
-        "learning_rates" has 1.0 for every residual if they hold updates, and is empty if they hold gradients.
+        "lr_in_residual" says whether residuals hold updates, or gradients.
         """
         return {
             "version": VERSION,
+            "lr_in_residual": self.compressor.lr_in_residual,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": dict.fromkeys(self.residuals.shapes, 1.0) if self.compressor.lr_in_residual else {},
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 

@@ -7,7 +7,7 @@ Tested by tests/core/test_layout.py and tests/compressors/test_schedules.py.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.compressors.base import Compressor
@@ -81,7 +81,10 @@ def stage_of(compressor: Compressor, layout: Layout, world: int, step: int) -> S
 def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
     """Pack `parameters`, given in the order of the model, into buckets for so many workers.
 
-    They are filled from the last parameter to the first, as backward makes gradients, and none is too large for its messages.
+    They are filled from the last parameter to the first, as backward makes gradients.
+
+    Raises:
+        ValueError: a parameter alone is too large for its messages.
     """
     buckets: list[list[Parameter]] = []
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
@@ -93,7 +96,15 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
             buckets.append(members)
         members.append(parameter)
         open_buckets[key] = members, numel + parameter.numel
-    return [Layout.of(members) for members in buckets]
+    layouts = [Layout.of(members) for members in buckets]
+    for layout in layouts:
+        what = _excess(layout.numel, compressor, world)
+        if what is not None:
+            raise ValueError(
+                f"bucket {layout.name!r} {what}. One parameter is too large: split it into several parameters, lower ratio "
+                "or slack if it gathers too much, or exclude it"
+            )
+    return layouts
 
 
 def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:
@@ -121,17 +132,6 @@ def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int)
         key = (one.kind, one.residual_dtype) if one.numel < compressor.min_numel else one.name
         together.setdefault(key, []).append(one)
     return layouts_of(compressed, compressor, world), [Layout.of(members) for members in together.values()]
-
-
-def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:
-    """Raise ValueError when a bucket is too large for its messages."""
-    for layout in layouts:
-        what = _excess(layout.numel, compressor, world)
-        if what is not None:
-            raise ValueError(
-                f"bucket {layout.name!r} {what}. One parameter is too large: split it into several parameters, lower ratio "
-                "or slack if it gathers too much, or exclude it"
-            )
 
 
 def _excess(numel: int, compressor: Compressor, world: int) -> str | None:

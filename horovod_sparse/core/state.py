@@ -11,8 +11,8 @@ import numpy as np
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.residuals import multiply
 
-VERSION = 3
-PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
+VERSION = 4
+PARTS = ("residuals", "velocities", "adaptive")
 """The parts of the state, each a mapping by parameter name."""
 ARRAYS = ("residuals", "velocities")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def empty_state() -> dict[str, Any]:
     """Return the state before the first step."""
-    return {"version": VERSION, **{part: {} for part in PARTS}, "sparse": []}
+    return {"version": VERSION, "lr_in_residual": False, **{part: {} for part in PARTS}, "sparse": []}
 
 
 def holds_anything(state: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
     mine = compressor.lr_in_residual
-    if state["learning_rates"] != (dict.fromkeys(residuals, 1.0) if mine else {}):
+    if state["lr_in_residual"] != mine:
         raise ValueError(
             f"state must be one with lr_in_residual={mine}, got one with lr_in_residual={not mine}: its residuals are in "
             f"another unit; make the compression with lr_in_residual={not mine}, or begin without this state"
@@ -91,6 +91,8 @@ def check_form(state: Any, called: str = "state") -> None:
             f"{called} must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved "
             "it"
         )
+    in_updates = state.get("lr_in_residual")
+    _check(f"{called}['lr_in_residual']", in_updates, "True or False", isinstance(in_updates, bool))
     for part in PARTS:
         found = state.get(part)
         is_part = isinstance(found, Mapping) and _are_names(found)

@@ -25,9 +25,8 @@ from horovod_sparse.core.state import (
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.step import Step
 
-Settle = Callable[[str, Mapping[str, Any] | None], None]
-"""Called before anything is done between two steps, with the method's name, and with the state that it is to load, if any. It
-ends a step that has begun, or raises."""
+Settle = Callable[[str], None]
+"""Called before anything is done between two steps, with the method's name. It ends a step that has begun, or raises."""
 
 
 class Store:
@@ -69,7 +68,7 @@ class Store:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what lasts, what is deferred, and the names of the parameters with sparse gradients."""
-        self._settle("state_dict", None)
+        self._settle("state_dict")
         state = copy.deepcopy(dict(self.deferred or empty_state()))
         if self.feedback is not None:
             state = merged({**self.feedback.state_dict(), "sparse": sorted(self.sparse)}, state)
@@ -83,7 +82,7 @@ class Store:
                 f"state must be that of shard {self._place}, got that of {theirs}: residuals belong to a shard; use as many "
                 "shards as when it was saved, and load on each rank what a rank with its shard has saved"
             )
-        self._settle("load_state_dict", state)
+        self._settle("load_state_dict")
         self.load_part(state, names_in(state))
 
     def load_part(self, state: Mapping[str, Any], names: Collection[str]) -> None:
@@ -99,7 +98,7 @@ class Store:
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
-        self._settle("rescale", None)
+        self._settle("rescale")
         if self.deferred is not None:
             self.deferred = rescale_state(self.deferred, self.compressor, factor)
         if self.feedback is not None:
@@ -107,7 +106,7 @@ class Store:
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
-        self._settle("reset", None)
+        self._settle("reset")
         self.deferred = None
         if self.feedback is not None:
             self.feedback.reset()

@@ -25,11 +25,6 @@ Choice = Literal["own", "largest", "alike", "all"]
 """What a worker chooses: entries of its own; the largest; those that all choose; all entries."""
 
 
-def bytes_sent(kind: Kind, nbytes: float, world: int) -> float:
-    """Return the bytes that each of `world` workers sends in a ring collective; `nbytes` is the size of its own message."""
-    return (world - 1) * nbytes if kind == "allgather" else allreduce_bytes(nbytes, world)
-
-
 class Collective(NamedTuple):
     """What an exchange asks the adapter for."""
 
@@ -56,8 +51,9 @@ class Round(NamedTuple):
     """Type of the message; None for the residual's own type, which counts as float32."""
 
     def bytes_sent(self, world: int) -> float:
-        """Return the bytes that each of `world` workers sends."""
-        return bytes_sent(self.kind, np.dtype(self.dtype or "float32").itemsize * self.length, world)
+        """Return the bytes that each of `world` workers sends in a ring."""
+        nbytes = np.dtype(self.dtype or "float32").itemsize * self.length
+        return (world - 1) * nbytes if self.kind == "allgather" else allreduce_bytes(nbytes, world)
 
     def messages(self, world: int) -> int:
         """Return the number of messages that each of `world` workers sends one after the other."""

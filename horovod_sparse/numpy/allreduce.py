@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, compare
-from horovod_sparse.core.binding import check_factor
+from horovod_sparse.core.agreement import compare, description
+from horovod_sparse.core.binding import check_factor, check_kind
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter, Slot
@@ -44,7 +44,7 @@ class SparseAllreduce:
     """
 
     def __init__(self, comm: Any, compression: Compressor, *, average: bool = True) -> None:
-        check_compression(compression)
+        check_kind(compression, Compressor, "horovod_sparse.numpy", stock=False)
         self._transport = transport = Communicator(comm)
         self._shapes: Shapes = {}
         place: dict[str, Any] = {"world": transport.world, "position": transport.position, "rank": transport.rank}
@@ -90,12 +90,8 @@ class SparseAllreduce:
     def _plan(self, gradients: Mapping[str, Array]) -> None:
         """Fix names, shapes and types. Raise ValueError first, on every worker, if a state to be loaded does not fit."""
         transport, compressor = self._transport, self.driver.compressor
-        mine: dict[str, str | list[str]] = {
-            "release": RELEASE,
-            "compression": repr(compressor),
-            "arrays": [f"{name} {one.shape} {one.dtype}" for name, one in gradients.items()],
-            "average": str(self._averages),
-        }
+        arrays = [f"{name} {one.shape} {one.dtype}" for name, one in gradients.items()]
+        mine = description(compressor, arrays, average=str(self._averages))
         compare(mine, transport.everyone(mine), transport.rank)
         self.driver.extend(parameters_of(gradients, compressor), gradients)
         self._shapes = shapes_of(gradients)
@@ -149,12 +145,6 @@ class SparseAllreduce:
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self.driver.reset()
-
-
-def check_compression(compression: object) -> None:
-    """Raise TypeError unless `compression` is a compressor that NumPy arrays can have."""
-    if not isinstance(compression, Compressor):
-        raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
 
 
 def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:

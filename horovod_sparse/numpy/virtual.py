@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.checks import check_integer
+from horovod_sparse.core.binding import check_kind
 from horovod_sparse.core.driver import log_start
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.plan import planned
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.step import AnySending, Step
 from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.numpy.allreduce import Shapes, arrays_of, check_compression, parameters_of, shapes_of, write_to
+from horovod_sparse.numpy.allreduce import Shapes, arrays_of, parameters_of, shapes_of, write_to
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
@@ -43,7 +44,7 @@ class VirtualWorkers:
 
     def __init__(self, number: int, compression: Compressor, *, average: bool = True) -> None:
         check_integer("number", number, least=1)
-        check_compression(compression)
+        check_kind(compression, Compressor, "horovod_sparse.numpy", stock=False)
         self.number = number
         self._compression, self._average = compression, average
         self._shapes: Shapes = {}

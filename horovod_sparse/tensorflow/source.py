@@ -10,7 +10,6 @@ Tested by tests/parallel/tf/tape.py.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,16 +17,10 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import (
-    RELEASE,
-    check_arguments,
-    check_sparse,
-    compare,
-    is_elastic,
-)
+from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, description, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter
-from horovod_sparse.core.plan import check_limits, planned
+from horovod_sparse.core.plan import planned
 from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
@@ -41,9 +34,6 @@ Variable = Any
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many sources have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
 made does not count. The key includes the ranks because Horovod gives the number of a removed set to the next one."""
-_made: Counter[str] = Counter()
-"""How many compressors have begun to serve tapes, by their settings."""
-_SUSPICIOUS = 10
 
 
 class VariableSource:
@@ -208,9 +198,7 @@ class VariableSource:
                 )
             residual = self.compressor.residual_dtype_of(gradient)
             parameters.append(Parameter(name, self.names.shape(name), residual, "cpu", groups.get(name)))
-        buckets, dense = planned(parameters, self.compressor, self._process_set.size())
-        check_limits(buckets, self.compressor, self._process_set.size())
-        return buckets, dense
+        return planned(parameters, self.compressor, self._process_set.size())
 
     def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
         """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
@@ -229,18 +217,15 @@ class VariableSource:
         """
         key = (self._process_set.process_set_id, *self._process_set.ranks)
         number = _agreed[key] if self._agreements == 0 else self._collectives.number
-        mine: dict[str, str | list[str]] = {
-            "release": RELEASE,
-            "variables": [
-                f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
-            ],
-            "problem": problem,
-            "compression": repr(self.compressor),
-            "op": self.reduction.op_name,
-            "sparse_as_dense": str(self.reduction.sparse_as_dense),
+        mine = description(
+            self.compressor,
+            [f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()],
+            problem=problem,
+            op=self.reduction.op_name,
+            sparse_as_dense=str(self.reduction.sparse_as_dense),
             **self.settings(),
-            "optimizer": f"number {number} of this process set, its agreement number {self._agreements}",
-        }
+            optimizer=f"number {number} of this process set, its agreement number {self._agreements}",
+        )
         everyone = self._collectives.agree(mine, self._first_collective(given))
         compare(mine, everyone, mpi_ops.rank())
         if self._agreements == 0:
@@ -266,15 +251,6 @@ def source_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared:
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.source
     if not (shared and isinstance(bound, VariableSource) and bound.shared):
-        compressor.check_free()
-        if shared:
-            _made[repr(compressor)] += 1
-            if compressor.residual and _made[repr(compressor)] == _SUSPICIOUS:
-                warnings.warn(
-                    f"horovod_sparse: {compressor!r} is number {_SUSPICIOUS} that serves tapes with these settings; if every "
-                    "step makes a compressor, its residual is lost: make the compressor once, outside of the step",
-                    stacklevel=1,
-                )
         return VariableSource(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound

@@ -21,7 +21,7 @@ from horovod_sparse.core.binding import compresses
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.meeting import agree
-from horovod_sparse.torch.source import TensorSource
+from horovod_sparse.torch.source import TensorSource, uncompiled
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
@@ -70,7 +70,7 @@ class DDPSource(TensorSource):
         finds_unused: bool = True,
     ) -> None:
         super().__init__(compressor, group, active=compresses(group.world), optimizer=optimizer)
-        self._group, self._given = group, given
+        self._given, self.reduce = given, uncompiled(self._reduce)
         self._gradients: dict[Tensor, Tensor] = {}
         """This step's gradients, in DDP's buckets, whose memory gets the reduced ones."""
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
@@ -102,7 +102,7 @@ class DDPSource(TensorSource):
         return self._gradients[parameter]
 
     @torch.no_grad()
-    def reduce(self, bucket: Any) -> Future[Tensor]:
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
         """Take a bucket's gradients. Return the bucket, which holds the mean of all ranks' gradients once all are reduced."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -185,7 +185,7 @@ class DDPSource(TensorSource):
         if not new:
             # Backward begins with the last parameters of the model.
             new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(self._gradients)])}
-        agree(self, new, self._group)
+        agree(self, new)
 
     def _forget(self) -> None:
         self._gradients, self._promised = {}, []

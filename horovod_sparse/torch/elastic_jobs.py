@@ -55,7 +55,7 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     kept = state or empty_state()
     shared = None
     if mpi_ops.rank() == 0:
-        shared = {part: kept[part] for part in ("adaptive", "learning_rates") if part in kept}
+        shared = {part: kept[part] for part in ("adaptive", "lr_in_residual")}
         shared |= {part: {name: list(array.shape) for name, array in kept[part].items()} for part in ARRAYS}
     first = gather_json(shared, "horovod_sparse.align", mpi_ops.global_process_set)[0]
     shapes = {part: first.pop(part) for part in ARRAYS}

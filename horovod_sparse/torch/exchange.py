@@ -18,14 +18,14 @@ from horovod_sparse.exchange.received import disagreement
 
 
 class Collectives:
-    """The collectives of one optimizer, as a `Transport`."""
+    """The collectives of one optimizer, or of the local updates of a process set, as a `Transport`."""
 
     def __init__(self, process_set: Any, number: int | str | None = None) -> None:
         self._process_set = process_set
         self._prefix = f"horovod_sparse.{process_set.process_set_id}."
         """Begins the names of the collectives, as Horovod knows them."""
         self.number = number
-        """Comes next: the optimizer's number, the same on all ranks. None before the first agreement."""
+        """Comes next: the optimizer's number, the same on all ranks, or "local". None before the first agreement."""
 
     @property
     def world(self) -> int:

@@ -25,8 +25,7 @@ from horovod_sparse.torch.ddp import check_fit
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.meeting import agree, fail_together
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
-from horovod_sparse.torch.source import TensorSource
-from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.source import TensorSource, uncompiled
 
 
 class ShardedSource(TensorSource):
@@ -45,7 +44,7 @@ class ShardedSource(TensorSource):
         self._given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
         place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         super().__init__(compressor, replicas, active=compresses(replicas.world), optimizer=optimizer, place=place)
-        self._group, self._place = replicas, place
+        self._place, self._end = place, uncompiled(self._end_backward)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shards = shards_of(mesh, next(iter(self._parts.values())).device)
         self._gradients: dict[Tensor, Tensor] = {}
@@ -63,7 +62,7 @@ class ShardedSource(TensorSource):
         """Note that a parameter has got a gradient. With the first one of a backward pass, have its end noticed."""
         if not self._used:
             # FSDP has queued its own end before.
-            Variable._execution_engine.queue_callback(self.end_backward)
+            Variable._execution_engine.queue_callback(self._end)
         self._used.add(parameter)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
@@ -72,9 +71,8 @@ class ShardedSource(TensorSource):
     def target(self, parameter: Tensor) -> Tensor:
         return self._gradients[parameter]
 
-    @uncompiled
     @torch.no_grad()
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Reduce the gradients. FSDP has ended its backward pass."""
         follow(self._parts)
         idle: dict[Tensor, Tensor | None] = {}
@@ -107,7 +105,7 @@ class ShardedSource(TensorSource):
             )
         if self.driver.feedback is None:
             new = {part: name for part, name in self._given.items() if part in self._gradients}
-            agree(self, new, self._group, more={"shard": self._place, "averages": str(self.averages)})
+            agree(self, new, more={"shard": self._place, "averages": str(self.averages)})
         # Of those that are frozen now, nothing is sent.
         self._gradients |= {part: torch.zeros_like(part) for part in self.names if part not in self._gradients}
         self.add_rest()

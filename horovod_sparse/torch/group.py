@@ -22,9 +22,6 @@ from horovod_sparse.exchange.protocols import Collective, Named
 # PyTorch has renamed it.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
-_ROOM = 4096
-"""Bytes of the first message with a value. What is told of a small model fits, and takes one round trip."""
-
 
 class Group:
     """A process group of `torch.distributed`, as a `Transport`.
@@ -65,14 +62,11 @@ class Group:
         return wait
 
     def everyone(self, value: Any) -> list[Any]:
-        return [json.loads(line) for line in self._tell(json.dumps(value).encode("ascii"), _ROOM)]
+        line = json.dumps(value).encode("ascii")
+        longest = int(self._gathered(torch.tensor([len(line)])).max())
+        lines = self._gathered(torch.frombuffer(bytearray(line.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(one.numpy().tobytes()) for one in lines.view(self.world, longest)]
 
-    def _tell(self, line: bytes, room: int) -> list[bytes]:
-        part = torch.frombuffer(bytearray(line[:room].ljust(room, b"\0")), dtype=torch.uint8)
-        parts = self.start(Collective("allgather", part.to(self.device)))().view(self.world, room).cpu()
-        lines = [one.numpy().tobytes().rstrip(b"\0") for one in parts]
-        if max(map(len, lines)) < room:
-            return lines
-        # What is compared before the first exchange is long.
-        rest = self._tell(line[room:], 16 * room)
-        return [one + more for one, more in zip(lines, rest, strict=True)]
+    def _gathered(self, message: Tensor) -> Tensor:
+        gathered: Tensor = self.start(Collective("allgather", message.to(self.device)))()
+        return gathered.cpu()

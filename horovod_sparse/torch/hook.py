@@ -14,10 +14,8 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import DDPSource, check_fit
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.uncompiled import uncompiled
 
 
-@uncompiled
 def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of `DistributedDataParallel`, compressed by `state`.
 

@@ -29,9 +29,8 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, spoiled_sparse
 from horovod_sparse.torch.parameters import check_memory, check_real, description, sums
-from horovod_sparse.torch.source import TensorSource
+from horovod_sparse.torch.source import TensorSource, uncompiled
 from horovod_sparse.torch.unchanged import Handed, first_changed
-from horovod_sparse.torch.uncompiled import uncompiled
 from horovod_sparse.torch.wrapped import Wrapped
 
 _agreed: Counter[tuple[int, ...]] = Counter()
@@ -55,6 +54,7 @@ class HorovodSource(TensorSource):
         super().__init__(compressor, self._collectives, active=active, optimizer=optimizer)
         self.wrapped = Wrapped(optimizer)
         """What stock Horovod keeps in the optimizer."""
+        self.synchronize = uncompiled(self._synchronize)
         self._sparse: dict[Tensor, str] = {}
         """Embeddings whose sparse gradients Horovod reduces, with their names."""
         self._sparse_as_dense: set[Tensor] = set()
@@ -173,9 +173,8 @@ class HorovodSource(TensorSource):
 
     # --- reduced gradients out ---
 
-    @uncompiled
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call does nothing as long as these are there."""
         if self.wrapped.is_synchronized and not self.wrapped.has_counted and self._holds_reduced():
             return
@@ -264,17 +263,13 @@ class HorovodSource(TensorSource):
         super().give_up()
         self._forget()
 
-    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+    def settle(self, call: str) -> None:
         if self.driver.step is not None and call in ("state_dict", "rescale"):
             raise RuntimeError(
                 f"rank {mpi_ops.rank()}: {call} must be called between two steps, got a call after loss.backward(), when "
                 "the residuals lack what is on its way; call optimizer.step() first"
             )
-        if state is not None and self.driver.feedback is None and self.active:
-            # Find a wrong state when it is loaded, not in the middle of the first step.
-            sparse, served = state.get("sparse", ()), self._served()
-            self.driver.check(state, {name: tuple(one.shape) for one, name in served.items() if name not in sparse})
-        super().settle(call, state)
+        super().settle(call)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a gradient was changed after it had been handed over."""
@@ -310,15 +305,12 @@ class HorovodSource(TensorSource):
                     check_memory({parameter: name})
                     self.wrapped.hook(parameter, name)
 
-    def _served(self) -> dict[Tensor, str]:
-        """Return the parameters that are reduced, with their names, in the order of the optimizer."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return {one: self.wrapped.names[one] for one in parameters if one in self.wrapped.reduced}
-
     def _meet(self) -> None:
         """Agree with the other ranks on parameters that are new, and make their buckets. Blocks."""
         driver, groups = self.driver, self.wrapped.group_of
-        new = {one: name for one, name in self._served().items() if one not in self.names and one not in self._sparse}
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        waiting = self.wrapped.reduced.difference(self.names, self._sparse)
+        new = {one: self.wrapped.names[one] for one in parameters if one in waiting}
         found = self._agree(new)
         sparse_as_dense = self.optimizer.sparse_as_dense
         check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())

@@ -21,14 +21,14 @@ from horovod_sparse.torch.source import TensorSource
 def agree(
     source: TensorSource,
     new: Mapping[Tensor, str],
-    group: Group,
     *,
     more: Description | None = None,
     later: Collection[str] = (),
 ) -> None:
     """Compare settings, `new` parameters and what `more` describes with the other ranks, and make buckets for these. Blocks."""
+    transport = source.driver.transport
     mine = {**description(source.compressor, new, source.param_groups), **(more or {})}
-    compare(mine, group.everyone(mine), group.rank)
+    compare(mine, transport.everyone(mine), transport.rank)
     check_real(new)
     source.extend(new, later=later)
 

@@ -45,18 +45,13 @@ def follow(parts: Mapping[Tensor, Tensor]) -> None:
 
 
 def description(
-    compressor: Compressor, named: Mapping[Tensor, str], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, str | list[str]]:
+    compressor: Compressor, named: Mapping[Tensor, str], groups: Sequence[Mapping[str, Any]] = ()
+) -> agreement.Description:
     """Return what must be equal on all ranks, whatever connects them: settings, parameters, and what `groups` say of both."""
-    found: dict[str, str | list[str]] = {
-        "release": agreement.RELEASE,
-        "compression": repr(compressor),
-        "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()],
-    }
-    if compressor.lr_in_residual:
-        # Residuals are in units of the update, which depends on these settings.
-        found["lr"] = [str(float(group["lr"])) for group in groups]
-    return found
+    parameters = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()]
+    # Residuals may be in units of the update, which depends on the learning rates.
+    rates = {"lr": [str(float(group["lr"])) for group in groups]} if compressor.lr_in_residual else {}
+    return agreement.description(compressor, parameters, **rates)
 
 
 def sums(parameters: Iterable[Tensor]) -> list[int]:

@@ -28,7 +28,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.horovod import HorovodSource, source_of
 from horovod_sparse.torch.parameters import check_memory
-from horovod_sparse.torch.uncompiled import uncompiled
+from horovod_sparse.torch.source import uncompiled
 from horovod_sparse.torch.wrapped import ADASUM, OPTIMIZER, Wrapped
 
 
@@ -89,7 +89,6 @@ def _init(stock: Method) -> Method:
                 named = arguments.arguments["named_parameters"] = list(named)
             names = {parameter: name for name, parameter in named or ()}
             check_memory({one: names.get(one, "(without a name)") for group in params for one in group["params"]})
-            compression.check_free()
             check_momentum(compression, params)
         try:
             stock(*arguments.args, **arguments.kwargs)

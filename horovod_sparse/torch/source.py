@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.parameters import local_part, wide
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Return a function that runs as it is, with all that it calls, also where `torch.compile` has compiled the caller.
+
+    The compiler cannot trace compiled kernels. It takes seconds to import, but whoever has made an optimizer has done so.
+    """
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class TensorSource(ABC):
@@ -133,7 +144,7 @@ class TensorSource(ABC):
         for target, flat in rounded:
             target.copy_(flat.view(target.shape))
 
-    def settle(self, call: str, state: Mapping[str, Any] | None = None) -> None:
+    def settle(self, call: str) -> None:
         """Give up a step that has begun, and do nothing if none has: see `Settle`."""
         if call == "rescale" and self.scaler is not None:
             raise RuntimeError(

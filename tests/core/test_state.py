@@ -182,9 +182,9 @@ def _adaptive(name: str, value: Any) -> Any:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "not a dict": (lambda state: None, "must"),
-    "another version": (lambda state: {**state, "version": 1}, "state must have version 3, got 1"),
+    "another version": (lambda state: {**state, "version": 1}, "state must have version 4, got 1"),
     "a part is None": (lambda state: {**state, "velocities": None}, "must"),
-    "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "learning_rates"}, "must"),
+    "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "velocities"}, "must"),
     "a residual is missing": (lambda state: _without(state, "residuals", "head"), r"one of them lacks \['head'\]"),
     "a residual more": (lambda state: _changed(state, "residuals", more=np.zeros(3)), r"one of them lacks \['more'\]"),
     "another shape": (
@@ -201,9 +201,9 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "boolean": (_residual(True, np.bool_), "must"),
     "integers": (_residual(1, np.int64), "must"),
     "text": (lambda state: _changed(state, "residuals", head="text"), "must"),
-    "a rate of NaN": (lambda state: {**state, "learning_rates": {"head": math.nan}}, "must"),
-    "a rate of nothing": (lambda state: {**state, "learning_rates": {"else": 0.1}}, "must"),
-    "a rate that is true": (lambda state: {**state, "learning_rates": {"head": True}}, "must"),
+    "a unit that is missing": (lambda state: {p: v for p, v in state.items() if p != "lr_in_residual"}, "must"),
+    "a unit of 1.0": (lambda state: {**state, "lr_in_residual": 1.0}, "must be True or False, got 1.0"),
+    "another unit": (lambda state: {**state, "lr_in_residual": True}, "must be one with lr_in_residual=False"),
     "sparse": (lambda state: {**state, "sparse": [1]}, "must"),
     "no adaptive state": (
         lambda state: _without(state, "adaptive", "head"),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.protocols import bytes_sent
-from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, SHARED, Network, Round
+from horovod_sparse.exchange.protocols import Round
+from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, SHARED, Network
 
 FREE = Network(latency=0.0, bandwidth=1e9, wait=0.0)
 """Only bytes cost anything."""
@@ -20,8 +20,9 @@ def test_bytes() -> None:
     assert allreduce_bytes(4000, 1) == 0
     assert allreduce_bytes(4000, 2) == 4000
     assert allreduce_bytes(2000, 4) == 3000
-    assert bytes_sent("allgather", 80, 1) == 0
-    assert bytes_sent("allgather", 80, 4) == 240
+    assert Round("allgather", 20).bytes_sent(1) == 0
+    assert Round("allgather", 20).bytes_sent(4) == 240
+    assert Round("allreduce", 500).bytes_sent(4) == 3000
 
 
 @pytest.mark.parametrize(

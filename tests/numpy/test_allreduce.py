@@ -61,7 +61,7 @@ def test_types_are_kept(dtype: Any) -> None:
 
 def test_what_is_refused() -> None:
     compressor: Any = TopK
-    with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):
+    with pytest.raises(TypeError, match=r"compression must be a compressor of horovod_sparse\.numpy"):
         SparseAllreduce(None, compressor)
     reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
@@ -124,7 +124,6 @@ def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: t
         mine, theirs = (one(local(step), learning_rate=np.float64(right)) for one in (reduce, other))
         for name in SHAPES:
             np.testing.assert_array_equal(mine[name], theirs[name])
-    assert {type(rate) for rate in reduce.state_dict()["learning_rates"].values()} == {float}
 
 
 # --- several workers ---

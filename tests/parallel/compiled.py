@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.torch import NoOp, SIDCo
+from horovod_sparse.torch import NoOp, SIDCo, comm_hook
 
 from .common import (
     BUCKET_BYTES,
@@ -56,8 +57,15 @@ def models(optimizer: Any, model: nn.Module, compile_it: Compile) -> None:
 CASES = {"step": (updates, "eager"), "model": (models, "eager"), "whole": (whole_steps, "eager")}
 
 
+def with_the_bare_hook(model: nn.Module, optimizer: Any, compression: Any, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Return the model to call and the optimizer to step. The first backward pass, which may be compiled, makes the source."""
+    wrapped = DistributedDataParallel(model, **arguments)
+    wrapped.register_comm_hook(compression, comm_hook)
+    return wrapped, optimizer
+
+
 @scenario(MPI_2, TORCHRUN_2, cases=CASES)
-def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
+def compiling_changes_nothing(way: Callable[..., None], backend: str, join: Callable[..., Any] = distributed) -> None:
     # What Inductor makes of a model or an update rounds in another way than PyTorch's operations. With `NoOp` that changes no
     # selection.
     is_exact, trained = backend == "eager", []
@@ -66,7 +74,7 @@ def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
         compression: Any = SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None) if is_exact else NoOp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         # PyTorch's compiler takes no buckets of DDP that are smaller than DDP's first one.
-        called, optimizer = distributed(model, sgd, compression, **({"bucket_cap_mb": 25} if IN_DDP else {}))
+        called, optimizer = join(model, sgd, compression, **({"bucket_cap_mb": 25} if IN_DDP else {}))
         way(optimizer, called, compile_it)
         assert_identical(model)
         trained.append((model, compression))
@@ -76,6 +84,11 @@ def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
         assert kept(first) == kept(second)
     else:
         assert_close(compiled, plain)
+
+
+@scenario(TORCHRUN_2)
+def compiling_changes_nothing_with_the_bare_hook() -> None:
+    compiling_changes_nothing(whole_steps, "eager", with_the_bare_hook)
 
 
 @scenario(TORCHRUN_2, quick=False)
