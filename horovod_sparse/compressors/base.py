@@ -30,7 +30,7 @@ from horovod_sparse.compressors.checks import (
     plain,
     shown,
 )
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, check_momentum
+from horovod_sparse.compressors.momentum import MomentumCorrection, check_momentum
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Choice, Exchange
@@ -75,10 +75,10 @@ class Compressor(ABC):
         momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none. None
             leaves momentum where it is. Parameters that are reduced dense get the same momentum after the reduction.
             Embeddings with sparse gradients are refused.
-        clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
-            of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
-            else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
-            with sparse gradients are not clipped.
+        clip: about the largest norm of a parameter's reduced gradient if the workers' gradients are independent, > 0, in
+            the unit of the gradients (scaled ones with a loss scaler that is not announced by `scale_with`). Each worker scales
+            its gradient of the parameter down before anything else (Deep Gradient Compression, section 3.2,
+            https://arxiv.org/abs/1712.01887). None does not clip. Embeddings with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit waits.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Union`, `SharedIndices`, or an `Exchange` of
             one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
@@ -92,7 +92,7 @@ class Compressor(ABC):
     residual: bool = True
     lr_in_residual: bool = False
     momentum: float | MomentumCorrection | None = None
-    clip: float | Clip | None = None
+    clip: float | None = None
     # None stands for what the algorithm takes by default, and is never there afterwards.
     slack: float = None  # type: ignore[assignment]
     exchange: Exchange = None  # type: ignore[assignment]
@@ -125,8 +125,6 @@ class Compressor(ABC):
         self.take_slack(self.default_slack)
         if not isinstance(self.exclude, str):
             self.exclude = tuple(self.exclude)
-        if self.clip is not None and not isinstance(self.clip, Clip):
-            self.clip = Clip(self.clip)
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
@@ -134,6 +132,8 @@ class Compressor(ABC):
         self._check_together()
         self.ratio = self.ratio if isinstance(self.ratio, Schedule) else float(self.ratio)
         self.slack = float(self.slack)
+        if self.clip is not None:
+            self.clip = float(self.clip)
 
     def take_slack(self, slack: float) -> None:
         """Set the slack, unless the user has set it."""
@@ -176,11 +176,6 @@ class Compressor(ABC):
         `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `message_capacity` divides the entries among
         the workers, this holds for all workers together. `state` is this bucket's own.
         """
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether all gradients of a step must be available before the first one is accumulated."""
-        return isinstance(self.clip, Clip) and self.clip.scope == "model"
 
     @property
     def momentum_correction(self) -> MomentumCorrection | None:
@@ -238,6 +233,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "residual": check_flag,
     "lr_in_residual": check_flag,
     "momentum": check_momentum,
+    "clip": number("a finite norm > 0 or None", lambda norm: 0.0 < norm < math.inf, None),
     "slack": number("a finite multiple of k, >= 1", lambda slack: 1.0 <= slack < math.inf),
     "exchange": check_exchange,
 }

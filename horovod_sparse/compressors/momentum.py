@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-from horovod_sparse.compressors.checks import check_choice, check_flag, check_number, plain, shown
+from horovod_sparse.compressors.checks import check_flag, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
@@ -51,37 +49,10 @@ def check_momentum(name: str, value: object) -> None:
         check_number(name, value, "in [0, 1), a MomentumCorrection or None", lambda m: 0.0 <= m < 1.0)
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Clipping of each worker's gradient before anything else.
-
-    Args:
-        norm: about the largest norm of the reduced gradient if the workers' gradients are independent, finite, > 0.
-        scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
-            together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
-    """
-
-    norm: float
-    scope: Literal["layer", "model"] = "layer"
-
-    def __post_init__(self) -> None:
-        check_number("clip", self.norm, "a finite norm > 0, a Clip or None", lambda norm: 0.0 < norm < math.inf)
-        check_choice("scope", self.scope, ("layer", "model"))
-        # Ranks compare settings as they are shown: 1 and 1.0 are the same norm.
-        object.__setattr__(self, "norm", float(self.norm))
-
-    def limit(self, world: int, *, averages: bool) -> float:
-        """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum."""
-        return self.norm * math.sqrt(world) if averages else self.norm / math.sqrt(world)
-
-
-def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
-    """Return the factor that scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
-    norms = []
-    for gradient in gradients:
-        dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
-        norms.append(_finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype))
-    norm = math.hypot(*norms)
+def clip_factor(ops: Ops, gradient: Array, limit: float) -> float:
+    """Return the factor that scales a gradient down if the norm of its finite entries exceeds `limit`."""
+    dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
+    norm = _finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype)
     return min(1.0, limit / norm) if norm > 0.0 else 1.0
 
 

@@ -30,7 +30,7 @@ from horovod_sparse.compressors import (
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Schedule, Union
+from horovod_sparse.public import MomentumCorrection, Pairs, Schedule, Union
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ COMMON: list[tuple[dict[str, Any], str]] = [
         {"momentum": MomentumCorrection(0.9), "residual": False},
         "residual must be True with momentum=MomentumCorrection(momentum=0.9), got False: velocities are kept in it",
     ),
-    ({"clip": 0.0}, "clip must be a finite norm > 0, a Clip or None, got 0.0"),
-    ({"clip": "1"}, "clip must be a finite norm > 0, a Clip or None, got '1', a string; write clip=1"),
+    ({"clip": 0.0}, "clip must be a finite norm > 0 or None, got 0.0"),
+    ({"clip": "1"}, "clip must be a finite norm > 0 or None, got '1', a string; write clip=1"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"exchange": "pairs"}, "exchange must be an Exchange, such as Pairs('packed'), or None, got 'pairs'"),
@@ -101,7 +101,6 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (MomentumCorrection, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
     (MomentumCorrection, {"nesterov": 1}, "nesterov must be True or False, got 1"),
     (MomentumCorrection, {"masking": None}, "masking must be True or False, got None"),
-    (Clip, {"norm": 1.0, "scope": "bucket"}, "scope must be one of 'layer', 'model', got 'bucket'"),
     (Pairs, {"values": "bfloat16"}, "values must be 'float32' or 'packed', got 'bfloat16'"),
     (Pairs, {"values": "float64"}, "values must be 'float32' or 'packed', got 'float64'"),
     (topk, {"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
@@ -237,8 +236,9 @@ def test_repr_tells_what_was_changed_later() -> None:
     assert repr(compressor) == "DGC(ratio=0.1, residual=False)"
 
 
-def test_a_clip_is_of_layers_unless_it_says_otherwise() -> None:
-    assert repr(TopK(0.1, clip=2).clip) == repr(Clip(2)) == repr(Clip(2.0, "layer"))
+def test_a_clip_is_shown_alike_whatever_number_it_was_given_as() -> None:
+    """Ranks compare settings by it."""
+    assert repr(TopK(0.1, clip=2)) == repr(TopK(0.1, clip=2.0)) == "TopK(ratio=0.1, clip=2.0)"
 
 
 def test_what_is_off_by_default_and_what_is_on() -> None:
