@@ -139,9 +139,6 @@ class Sending:
 
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
-        if self._rates:
-            # Not earlier: on other ranks the parameters may have arrived in another order.
-            self.state.know_rate(max(self._rates.values()))
         self._run = self.stage.exchange.collectives(self)
         self.rounds = 1
         return next(self._run)

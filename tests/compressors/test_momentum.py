@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.compressors import NoOp, Threshold, TopK
+from horovod_sparse.compressors import NoOp, TopK
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from tests.harness.table import BACKENDS, Backend, gradients, on_every_backend
-from tests.harness.workers import dense_sum, end_step, exchange_all, make_worker, take_step
+from tests.harness.workers import dense_sum, make_worker, take_step
 
 LAPLACE = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
 CLIPPED: dict[str, tuple[np.ndarray, float]] = {
@@ -44,20 +44,6 @@ def test_clipping_bounds_the_local_norm_of_what_is_finite(
     expected = wide * min(1.0, limit / largest / np.linalg.norm(wide / largest))
     np.testing.assert_allclose(backend.numpy(bucket.buffer), expected, rtol=1e-5)
     np.testing.assert_array_equal(backend.numpy(given), gradient)
-
-
-@on_every_backend
-def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> None:
-    """It also follows the scale of the loss."""
-    worker = make_worker(backend, Threshold(1.0, lr_in_residual=True), {"p": (50,), "q": (50,)})
-    rng = np.random.default_rng(15)
-    worker.rescale(4.0)
-    for p, q, expected in ((0.0, 0.0, 4.0), (0.1, 0.4, 1.6), (0.1, 0.1, 1.6), (0.0, 0.0, 1.6), (0.8, 0.8, 1.6)):
-        for name, rate in (("p", p), ("q", q)):
-            worker.arrive(name, backend.array(gradients("laplace", 50, rng)), rate)
-        exchange_all(backend, [worker])
-        end_step(worker)
-        assert worker.buckets[0].state.threshold == pytest.approx(expected)
 
 
 @on_every_backend
