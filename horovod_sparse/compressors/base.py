@@ -5,7 +5,6 @@ Tested by tests/compressors/test_checks.py and test_laws.py.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import inspect
 import math
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
@@ -36,21 +35,10 @@ from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Choice, Exchange
 from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Selection
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
-
-
-class _Signature:
-    """What `inspect.signature` shows of a class: the arguments of its `__init__`. `Compressor.__new__` takes any."""
-
-    def __get__(self, _: object, cls: type[Compressor]) -> inspect.Signature:
-        of_init = inspect.signature(cls.__init__)
-        return of_init.replace(parameters=[*of_init.parameters.values()][1:], return_annotation=of_init.empty)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -105,17 +93,6 @@ class Compressor(ABC):
     default_exchange: ClassVar[Exchange] = Pairs()
     chooses: ClassVar[tuple[Choice, ...]] = ("own",)
     """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
-    __signature__ = _Signature()
-
-    def __new__(cls, *_: object, **given: object) -> Self:
-        """Raise TypeError if there are arguments of unknown names. Python would not say which is meant."""
-        known = inspect.signature(cls).parameters
-        passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-        for name in () if passes_on else given.keys() - known.keys():
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"{cls.__name__} must be given arguments that it has, got {name}; {remedy}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the arguments. A class with arguments of its own, a dataclass too, checks them first, and then calls this."""

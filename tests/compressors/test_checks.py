@@ -174,19 +174,10 @@ def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: typ
     assert {one.kind for name, one in parameters.items() if name != "ratio"} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize(
-    ("cls", "arguments", "text"),
-    [
-        (TopK, {"ratio": 0.1, "momentun": None}, "TopK must be .*got momentun; did you mean momentum$"),
-        (SIDCo, {"distribusion": "gamma"}, "SIDCo must be .*got distribusion; did you mean distribution$"),
-        (Own, {"union": True}, "Own must be given arguments that it has, got union; it has ratio, .*, slack"),
-        (NoOp, {"union": True}, "NoOp must be given arguments that it has, got union; it has granularity, "),
-    ],
-)
-def test_an_unknown_argument_is_named_with_the_class_and_what_is_near(
-    cls: type[Compressor], arguments: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TypeError, match=f"^{text}"):
+@pytest.mark.parametrize("cls", ARGUMENTS)
+def test_an_unknown_argument_is_named(cls: type[Compressor]) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(ARGUMENTS[cls] & {"ratio"}, 0.1) | {"momentun": None}
+    with pytest.raises(TypeError, match="'momentun'"):
         cls(**arguments)
 
 
