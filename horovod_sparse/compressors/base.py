@@ -54,7 +54,7 @@ class Compressor(ABC):
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). While the messages
             would have more bytes than a dense allreduce of float32, everything is sent, by allreduce. None takes `ratio` from
-            the first step on. "auto" is 8.0 for a number as ratio, and None for a schedule and for Threshold.
+            the first step on. "auto" is 16 for a number as ratio, and None for a schedule and for Threshold.
         residual: whether what is not sent is kept and added to the next gradient (error feedback). Residuals of float64
             gradients are float64, all others float32.
         lr_in_residual: whether the residual is kept in units of the update (https://arxiv.org/abs/1809.07599): what is added
