@@ -290,17 +290,6 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     sums.write(totals);
 }
 
-// Returns how many entries are above the bound.
-template <class T>
-int64_t count_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
-    Bits<T> found = {};
-    int64_t i = 0, number = 0;
-    for (; i + kLanes<T> <= count; i += kLanes<T>) found -= magnitude_bits<T>(load<Vector<T>>(x + i)) > bound;
-    for (int lane = 0; lane < kLanes<T>; ++lane) number += found[lane];
-    for (; i < count; ++i) number += (bits_as<typename Type<T>::Bit>(x[i]) & Type<T>::magnitude) > bound;
-    return number;
-}
-
 // Returns a mask with a bit for each group of a piece that has an entry above the bound.
 template <class T>
 uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
@@ -359,7 +348,7 @@ constexpr Loops<T> loops() {
     return {{{accumulate<T, 0, false, false>, accumulate<T, 1, false, false>, accumulate<T, 2, false, false>},
              {accumulate<T, 0, true, false>, accumulate<T, 1, true, false>, accumulate<T, 2, true, false>},
              {accumulate<T, 0, true, true>, accumulate<T, 1, true, true>, accumulate<T, 2, true, true>}},
-            measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
+            measure<T, false>, measure<T, true>, groups_above<T>,
             find<T>, convert<T>};
 }
 

@@ -160,17 +160,6 @@ class KernelOps(HostOps):
                     return selection.indices
         return None
 
-    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
-        at = self._wide(x)
-        if at is None:
-            return super().select_in_chunks(x, length, count)
-        if not 1 <= count <= at.numel <= length * count:
-            raise ValueError(f"count must be in [1, {at.numel}] with an entry for each chunk of {length}, got {count}")
-        indices, x_is = np.empty(count, np.int64), (at.pointer, at.type, at.numel)
-        written = ffi.from_buffer("int64_t *", indices)
-        found = lib.hs_select_in_chunks(*x_is, length, count, self.threads(), written)
-        return Selection(self.array(indices[:found]), found)
-
     # --- messages ---
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:

@@ -84,7 +84,6 @@ struct Loops {
     // First index: without velocity, with velocity, with Nesterov's. Second index: hs_notes.wanted.
     Accumulate* accumulate[3][3];
     Measure *measure, *measure_with_logs;
-    int64_t (*count_above)(const T*, int64_t, Bit);
     uint32_t (*groups_above)(const T*, int64_t, Bit);
     int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
     void (*convert)(const void*, int, int64_t, int64_t, T*);

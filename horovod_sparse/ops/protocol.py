@@ -137,12 +137,6 @@ class Ops(Protocol):
     def select_largest(self, x: Array, count: int) -> Selection:
         """Select the `count` entries of largest magnitude; among equals, those of the lowest indices. 1 <= count <= len(x)."""
 
-    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
-        """Select the largest of each chunk's entries that are not zero; among equals, those of the lowest indices.
-
-        Of n entries, 1 <= count <= n <= length * count, the chunk [a, b) gives up to b count//n - a count//n, at least one.
-        """
-
     def kth_largest(self, x: Array, count: int) -> float:
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 

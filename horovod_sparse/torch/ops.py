@@ -147,20 +147,6 @@ class TorchOps(Ops):
         chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
         return Selection(_nonzero(chosen), count, smallest)
 
-    def select_in_chunks(self, x: Tensor, length: int, count: int) -> Selection:
-        numel = x.numel()
-        # The last chunk is filled up with zeros.
-        magnitudes = torch.nn.functional.pad(x.abs(), (0, -numel % length)).view(-1, length)
-        bits = magnitudes.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
-        starts = torch.arange(0, numel + length, length, device=x.device)
-        counts = (starts.clamp(max=numel) * count // numel).diff().unsqueeze(1)
-        largest = torch.topk(bits, min(count, -(-length * count // numel)), sorted=True).values
-        smallest = largest.gather(1, counts - 1)
-        above, equal = bits > smallest, (bits == smallest) & (bits > 0)
-        left = counts - above.sum(1, keepdim=True)
-        indices = _nonzero((above | equal & (equal.cumsum(1) <= left)).view(-1))
-        return Selection(indices, indices.numel())
-
     def kth_largest(self, x: Tensor, count: int) -> float:
         if x.device.type == "cpu":
             # NumPy's partition and sort use vector instructions and are many times faster than torch's.

@@ -17,7 +17,6 @@ import pytest
 from horovod_sparse.compressors import (
     COMPRESSORS,
     DGC,
-    ChunkTopK,
     GaussianK,
     MiCRO,
     NoOp,
@@ -246,7 +245,6 @@ EXCHANGES = [Pairs(), Pairs("packed"), Union(), SharedIndices(), Dense()]
 ALLOWED: dict[type[Compressor], str] = {
     SIDCo: "pairs packed",
     TopK: "pairs packed union",
-    ChunkTopK: "pairs packed union",
     RandomK: "pairs packed shared",
     RandomBlock: "pairs packed shared",
     MiCRO: "union",

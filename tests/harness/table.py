@@ -105,7 +105,6 @@ COMPRESSORS = [
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"exchange": Union()}),
     Row("topk-packed", compressors.TopK, {"exchange": Pairs("packed")}),
-    Row("chunktopk", compressors.ChunkTopK, follows_order=True),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",

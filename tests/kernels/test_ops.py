@@ -308,12 +308,6 @@ def test_counts_and_selections(size: int, dtype: type[np.floating]) -> None:
                 selection, same = (o.select_above(x, threshold, capacity) for o in (ops, ORACLE))
                 assert selection.found == count
                 np.testing.assert_array_equal(selection.indices, same.indices, strict=True)
-        x[size // 5 : size // 2] = 0
-        for length, part in itertools.product((7, 4096, size + 9), (1, 0.3, 1 / 64)) if size else ():
-            how = length, max(-(-size // length), int(part * size))
-            selection, same = (o.select_in_chunks(x, *how) for o in (ops, ORACLE))
-            assert selection.found == same.found
-            np.testing.assert_array_equal(selection.indices, same.indices, strict=True)
 
 
 @of_either_width
@@ -323,7 +317,6 @@ def test_nan_is_above_every_threshold(dtype: type[np.floating]) -> None:
     for threshold in (0.0, 2.0, math.inf):
         selection = ONE.select_above(x, threshold, 4)
         assert {1, 3} <= set(selection.indices.tolist()) <= {0, 1, 3}
-    assert [ops.select_in_chunks(x, 3, 3).indices.tolist() for ops in (ONE, ORACLE)] == [[0, 1, 3]] * 2
     assert np.isnan(ONE.take_out(x, np.array([1]))).all()
 
 
@@ -394,10 +387,6 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         (lambda: ONE.assemble([(0, half)], message, [1], 1.0), "a part must be of float32 or float64 .*, got float16"),
         (lambda: ONE.take_pairs_out(two, np.array([0, 1]), 1), "there must be up to 1 indices, got 2"),
         (lambda: ONE.rows_in_use(message.astype(np.int64), 1, 3), "messages must be of int32, got int64"),
-        *(
-            (lambda asked=asked: ONE.select_in_chunks(long, *asked), f"each chunk of {asked[0]}, got {asked[1]}$")
-            for asked in ((4, 0), (4, 5), (1, 3), (0, 4), (-4, -1))
-        ),
     ):
         with pytest.raises(ValueError, match=text):
             refused()

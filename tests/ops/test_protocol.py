@@ -54,17 +54,10 @@ def largest(x: np.ndarray, among: Iterable[int], count: int) -> list[int]:
 @given(x=ARRAYS.filter(len), threshold=st.floats(0.0, 4.0), data=st.data())
 def test_selections(backend: Backend, x: np.ndarray, threshold: float, data: st.DataObject) -> None:
     ops, given, count = backend.ops, backend.array(x), data.draw(st.integers(1, x.size))
-    length = data.draw(st.integers(-(-x.size // count), 250))
-    above, in_chunks = np.flatnonzero(np.abs(x) > x.dtype.type(threshold)), list[int]()
-    for begin in range(0, x.size, length):
-        end = min(begin + length, x.size)
-        share = end * count // x.size - begin * count // x.size
-        assert share > 0
-        in_chunks += largest(x, begin + np.flatnonzero(x[begin:end]), share)
+    above = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))
     for selection, found, expected in (
         (ops.select_above(given, threshold, count), above.size, largest(x, above, count)),
         (ops.select_largest(given, count), count, largest(x, range(x.size), count)),
-        (ops.select_in_chunks(given, length, count), len(in_chunks), in_chunks),
     ):
         assert selection.found == found
         np.testing.assert_array_equal(backend.numpy(selection.indices), np.array(expected, np.int64), strict=True)
