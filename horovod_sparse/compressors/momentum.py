@@ -6,41 +6,33 @@ import math
 from dataclasses import dataclass
 
 from horovod_sparse.compressors.checks import check_flag, check_number, plain, shown
-from horovod_sparse.ops.protocol import Array, Momentum, Ops
+from horovod_sparse.ops.protocol import Array, Ops
 
 
 @dataclass(frozen=True)
 class MomentumCorrection:
     """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
 
-    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
-    `V = V + G + m U`. Entries are selected from V. The optimizer must have no momentum of its own.
+    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`. Entries are selected from V.
+    The optimizer must have no momentum of its own.
 
     Args:
         momentum: m, in [0, 1).
-        nesterov: whether to use Nesterov's form.
         masking: whether U, like V, becomes zero where entries were sent, so that stale momentum stops there. With ratio 1
             the result is plain SGD, since everything is sent in every step.
     """
 
     momentum: float = 0.9
-    nesterov: bool = False
     masking: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
         check_number("momentum", self.momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
-        check_flag("nesterov", self.nesterov)
         check_flag("masking", self.masking)
 
-    @property
-    def of_step(self) -> Momentum:
-        """What it is in every step."""
-        return Momentum(self.momentum, self.momentum if self.nesterov else None)
-
     def __repr__(self) -> str:
-        return shown("MomentumCorrection", vars(self), {"nesterov": False, "masking": True})
+        return shown("MomentumCorrection", vars(self), {"masking": True})
 
 
 def check_momentum(name: str, value: object) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import clip_factor, scaled
 from horovod_sparse.exchange.wire import LARGEST
-from horovod_sparse.ops.protocol import Array, Momentum, Ops
+from horovod_sparse.ops.protocol import Array, Ops
 
 Prepare = Callable[[Array, str], Array]
 """Returns what is added to a residual of this type for a gradient: the gradient itself, or a scaled copy of that type."""
@@ -22,7 +22,7 @@ Prepare = Callable[[Array, str], Array]
 class Terms(NamedTuple):
     """What holds for all buckets in one step."""
 
-    momentum: Momentum | None
+    momentum: float | None
     """The momentum before the selection."""
     prepare: Prepare | None
     """What prepares a gradient; None if nothing does."""
@@ -42,7 +42,7 @@ class Intake:
         self._limit = None if clip is None else clip * root if averages else clip / root
         """The largest norm of this worker's gradient of a parameter; None if nothing is clipped."""
         correction = compressor.momentum_correction
-        self._momentum: Momentum | None = None if correction is None else correction.of_step
+        self._momentum = None if correction is None else correction.momentum
 
     def terms(self, scale: float) -> Terms:
         """Return what holds in a step with this loss scale."""

@@ -128,7 +128,7 @@ class Sending:
         if self._momentum is None or self.bucket.velocity is None:
             return
         velocity = self.bucket.velocity[slot.offset : slot.offset + slot.numel]
-        velocity *= self._momentum.factor
+        velocity *= self._momentum
         if self.ops.all_finite(gradient):
             # Rounded to the residual's type first, as it is with any other rate.
             velocity += scaled(self.ops, gradient, 1.0, self.layout.residual_dtype).reshape(-1)

@@ -207,9 +207,8 @@ int64_t keep_finite(T* x, int64_t n) {
 
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
-void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, bool nesterov, int threads,
-                hs_notes& notes) {
-    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.wanted];
+void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int threads, hs_notes& notes) {
+    const auto loop = loops<T>().accumulate[velocity != nullptr][notes.wanted];
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -476,17 +475,17 @@ int hs_share_threads(void) {
 }
 
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
-                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes) {
+                  double momentum, double rate, int threads, hs_notes* notes) {
     for (const hs_part* one = gradients; one != gradients + number; ++one)
         if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return 0;
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
     typed(residual, type, [&](auto* entries) {
         using T = std::remove_pointer_t<decltype(entries)>;
-        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(ahead), static_cast<T>(rate)};
+        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(rate)};
         for (hs_part* one = gradients; one != gradients + number; ++one) {
             T* const moved = velocity == nullptr ? nullptr : static_cast<T*>(velocity) + one->first;
-            accumulate(entries + one->first, moved, *one, rates, nesterov != 0, threads, of_these);
+            accumulate(entries + one->first, moved, *one, rates, threads, of_these);
         }
     });
     return 1;

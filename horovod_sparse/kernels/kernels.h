@@ -58,7 +58,7 @@ int hs_share_threads(void);
 /* Takes in the gradients in this order. `velocity` and `notes` may be null. Changes nothing and returns 0 if a gradient reaches
    beyond numel. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
-                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
+                  double momentum, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Writes ascending indices of entries above the threshold, which is not negative, and returns how many entries are above it;

@@ -185,11 +185,11 @@ INLINE const T* whole_group(const T* group, int64_t left, T* rest) {
 // --- the loops ---
 
 // Returns the new residual and updates the velocity.
-template <class T, bool kVelocity, bool kNesterov>
+template <class T, bool kVelocity>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, Rates<T> rates) {
     if (!kVelocity) return residual + gradient * rates.rate;
     velocity = velocity * rates.momentum + gradient;
-    return residual + (kNesterov ? velocity * rates.ahead + gradient : velocity) * rates.rate;
+    return residual + velocity * rates.rate;
 }
 
 // Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
@@ -205,7 +205,7 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 }
 
 // Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
-template <class T, int kWanted, bool kVelocity, bool kNesterov>
+template <class T, int kWanted, bool kVelocity>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
@@ -219,8 +219,8 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
             each_vector<T>([&](int part) ALWAYS {
                 const int at = part * kLanes<T>;
                 velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
-                now[part] = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities[part],
-                                                             load<Vector<T>>(from + at), rates);
+                now[part] = updated<T, kVelocity>(load<Vector<T>>(r + at), velocities[part], load<Vector<T>>(from + at),
+                                                  rates);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;
@@ -345,9 +345,8 @@ void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to
 
 template <class T>
 constexpr Loops<T> loops() {
-    return {{{accumulate<T, 0, false, false>, accumulate<T, 1, false, false>, accumulate<T, 2, false, false>},
-             {accumulate<T, 0, true, false>, accumulate<T, 1, true, false>, accumulate<T, 2, true, false>},
-             {accumulate<T, 0, true, true>, accumulate<T, 1, true, true>, accumulate<T, 2, true, true>}},
+    return {{{accumulate<T, 0, false>, accumulate<T, 1, false>, accumulate<T, 2, false>},
+             {accumulate<T, 0, true>, accumulate<T, 1, true>, accumulate<T, 2, true>}},
             measure<T, false>, measure<T, true>, groups_above<T>,
             find<T>, convert<T>};
 }

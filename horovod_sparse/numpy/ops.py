@@ -41,13 +41,8 @@ class NumpyOps(Ops):
         added, not_finite = _finite(gradient, residual.dtype)
         velocity = None if moving is None else moving.velocity[part]
         with np.errstate(over="ignore"):
-            if moving is None or velocity is None:
-                moved = total = added
-            else:
-                factor, ahead = moving.momentum
-                moved = velocity * factor + added
-                total = moved if ahead is None else moved * ahead + added
-            total = residual + total * rate
+            moved = added if moving is None or velocity is None else velocity * moving.momentum + added
+            total = residual + moved * rate
         keep_finite(moved)
         overflowed = keep_finite(total)
         # In one statement, so that an interrupt finds both as they were or both as they will be.

@@ -58,21 +58,13 @@ class Hints(NamedTuple):
     """What it will most likely ask of the whole array."""
 
 
-class Momentum(NamedTuple):
-    """Momentum of one step: `U = m U + G`, and the buffer gets U or, in Nesterov's form, `G + a U`."""
-
-    factor: float
-    """m, >= 0."""
-    ahead: float | None = None
-    """a, >= 0, in Nesterov's form; else None."""
-
-
 class Moving(NamedTuple):
-    """Momentum that is applied to gradients on their way into a buffer."""
+    """Momentum that is applied to gradients on their way into a buffer: `U = m U + G`, and the buffer gets U."""
 
     velocity: Array
     """U, an array like the buffer; it is changed."""
-    momentum: Momentum
+    momentum: float
+    """m, >= 0."""
 
 
 class Selection(NamedTuple):

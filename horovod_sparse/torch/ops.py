@@ -62,9 +62,7 @@ class TorchOps(Ops):
         added = gradient
         if moving is not None:
             velocity = moving.velocity[part].view(gradient.shape)
-            factor, ahead = moving.momentum
-            velocity.mul_(factor).add_(gradient)
-            added = velocity if ahead is None else velocity.mul(ahead).add_(gradient)
+            added = velocity.mul_(moving.momentum).add_(gradient)
         residual.view(gradient.shape).add_(added if rate == 1.0 else added.to(residual.dtype).mul(rate))
         if moving is not None:
             self._keep_finite(velocity)

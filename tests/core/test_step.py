@@ -61,7 +61,7 @@ CASES = {
     "sidco": Case(SIDCo),
     "layer": Case(SIDCo, {"granularity": "layer"}),
     "momentum": Case(TopK, {"momentum": MOMENTUM}),
-    "nesterov": Case(DGC, {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)}),
+    "unmasked": Case(DGC, {"momentum": MomentumCorrection(0.5, masking=False)}),
     "clipped": Case(SIDCo, {"clip": 1.0}),
     "rates": Case(SIDCo, {"lr_in_residual": True}, (0.5, 0.1)),
     "rates-zero": Case(TopK, {"lr_in_residual": True, "momentum": MOMENTUM}, (0.5, 0.0)),

@@ -129,9 +129,9 @@ COMPRESSORS = [
         momentum=True,
     ),
     Row(
-        "dgc-nesterov",
+        "dgc-unmasked",
         compressors.DGC,
-        {"momentum": MomentumCorrection(0.9, nesterov=True, masking=False)},
+        {"momentum": MomentumCorrection(0.9, masking=False)},
         band=(0.9, 1.1),
         follows_order=True,
         momentum=True,

@@ -32,17 +32,13 @@ _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
+def _add_to_velocity(g, velocity, inside, momentum):
     """Add the gradient, if there is one, to the velocity, and store that. Return what is added to the residual."""
     v = tl.load(velocity, inside, other=0.0)
-    v *= tl.full((), factor, tl.float64).to(v.dtype)
+    v *= tl.full((), momentum, tl.float64).to(v.dtype)
     if g is not None:
         v += g
     tl.store(velocity, clip(v), inside)
-    if NESTEROV:
-        v *= tl.full((), ahead, tl.float64).to(v.dtype)
-        if g is not None:
-            v += g
     return v
 
 
@@ -87,8 +83,7 @@ def accumulate(
     tiles: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
-    factor: tl.float64,
-    ahead: tl.float64,
+    momentum: tl.float64,
     rate: tl.float64,
     partials,
     found,
@@ -98,7 +93,6 @@ def accumulate(
     CHUNK: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     HAS_VELOCITY: tl.constexpr,
-    NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
     """Add `rate` times one parameter's gradient, or its velocity, to its residual, and store each tile's sums and candidates.
@@ -129,7 +123,7 @@ def accumulate(
             finite = tl.abs(g) < float("inf")
             g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
         if HAS_VELOCITY:
-            g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
+            g = _add_to_velocity(g, velocity + start + lanes, inside, momentum)
         if HAS_VELOCITY or HAS_GRADIENT:
             x += g * tl.full((), rate, tl.float64).to(dtype)
         not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)

@@ -68,8 +68,8 @@ POLICIES: dict[str, MakeCompression] = {
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), warmup=2.0, **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
-    "nesterov": lambda **settings: TopK(
-        0.01, momentum=MomentumCorrection(0.9, nesterov=True, masking=False), exclude=["third"], warmup=None, **settings
+    "unmasked": lambda **settings: TopK(
+        0.01, momentum=MomentumCorrection(0.9, masking=False), exclude=["third"], warmup=None, **settings
     ),
     "clipped": lambda **settings: TopK(0.01, clip=0.5, warmup=None, **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
