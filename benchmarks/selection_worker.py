@@ -105,7 +105,6 @@ CASES = (
     ),
     Case("TopK", _constant(sparse.TopK), {0.001: 1.7, 0.01: 2.8, 0.1: 6.0}),
     Case("TopK", _constant(sparse.TopK), {0.001: 2.5}, cold=True),
-    Case("ChunkTopK", _constant(sparse.ChunkTopK), {}),
     Case("GaussianK", _constant(sparse.GaussianK), {0.001: 1.6, 0.01: 2.2}),
     Case("DGC", _constant(sparse.DGC), {0.001: 2.4}),
     Case("RedSync", _constant(sparse.RedSync), {0.001: 1.7}),

@@ -1,6 +1,5 @@
 """What every adapter offers beside the compressors. Imports no framework. Tested by tests/compressors/test_registry.py."""
 
-from horovod_sparse.compressors.momentum import Clip as Clip
 from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule as Schedule
 from horovod_sparse.core.joining import joined as joined

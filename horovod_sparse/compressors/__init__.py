@@ -1,7 +1,6 @@
 """The algorithms, framework-neutral: one small file each. `__all__` is the one list of them."""
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.chunktopk import ChunkTopK
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.micro import MiCRO
@@ -15,7 +14,6 @@ from horovod_sparse.compressors.topk import TopK
 
 __all__ = [
     "DGC",
-    "ChunkTopK",
     "GaussianK",
     "MiCRO",
     "NoOp",

@@ -5,7 +5,6 @@ Tested by tests/compressors/test_checks.py and test_laws.py.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import inspect
 import math
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
@@ -30,27 +29,16 @@ from horovod_sparse.compressors.checks import (
     plain,
     shown,
 )
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, check_momentum
+from horovod_sparse.compressors.momentum import MomentumCorrection, check_momentum
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Choice, Exchange
 from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Selection
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
-
-
-class _Signature:
-    """What `inspect.signature` shows of a class: the arguments of its `__init__`. `Compressor.__new__` takes any."""
-
-    def __get__(self, _: object, cls: type[Compressor]) -> inspect.Signature:
-        of_init = inspect.signature(cls.__init__)
-        return of_init.replace(parameters=[*of_init.parameters.values()][1:], return_annotation=of_init.empty)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -66,7 +54,7 @@ class Compressor(ABC):
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). While the messages
             would have more bytes than a dense allreduce of float32, everything is sent, by allreduce. None takes `ratio` from
-            the first step on. "auto" is 8.0 for a number as ratio, and None for a schedule and for Threshold.
+            the first step on. "auto" is 16 for a number as ratio, and None for a schedule and for Threshold.
         residual: whether what is not sent is kept and added to the next gradient (error feedback). Residuals of float64
             gradients are float64, all others float32.
         lr_in_residual: whether the residual is kept in units of the update (https://arxiv.org/abs/1809.07599): what is added
@@ -75,10 +63,10 @@ class Compressor(ABC):
         momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none. None
             leaves momentum where it is. Parameters that are reduced dense get the same momentum after the reduction.
             Embeddings with sparse gradients are refused.
-        clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
-            of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
-            else (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Embeddings
-            with sparse gradients are not clipped.
+        clip: about the largest norm of a parameter's reduced gradient if the workers' gradients are independent, > 0, in
+            the unit of the gradients (scaled ones with a loss scaler that is not announced by `scale_with`). Each worker scales
+            its gradient of the parameter down before anything else (Deep Gradient Compression, section 3.2,
+            https://arxiv.org/abs/1712.01887). None does not clip. Embeddings with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit waits.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Union`, `SharedIndices`, or an `Exchange` of
             one's own, if the algorithm can use it. None: its own, for most `Pairs()`.
@@ -92,7 +80,7 @@ class Compressor(ABC):
     residual: bool = True
     lr_in_residual: bool = False
     momentum: float | MomentumCorrection | None = None
-    clip: float | Clip | None = None
+    clip: float | None = None
     # None stands for what the algorithm takes by default, and is never there afterwards.
     slack: float = None  # type: ignore[assignment]
     exchange: Exchange = None  # type: ignore[assignment]
@@ -105,17 +93,6 @@ class Compressor(ABC):
     default_exchange: ClassVar[Exchange] = Pairs()
     chooses: ClassVar[tuple[Choice, ...]] = ("own",)
     """What `select` can choose for an exchange other than the default, which is refused if it needs something else."""
-    __signature__ = _Signature()
-
-    def __new__(cls, *_: object, **given: object) -> Self:
-        """Raise TypeError if there are arguments of unknown names. Python would not say which is meant."""
-        known = inspect.signature(cls).parameters
-        passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-        for name in () if passes_on else given.keys() - known.keys():
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"{cls.__name__} must be given arguments that it has, got {name}; {remedy}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the arguments. A class with arguments of its own, a dataclass too, checks them first, and then calls this."""
@@ -125,8 +102,6 @@ class Compressor(ABC):
         self.take_slack(self.default_slack)
         if not isinstance(self.exclude, str):
             self.exclude = tuple(self.exclude)
-        if self.clip is not None and not isinstance(self.clip, Clip):
-            self.clip = Clip(self.clip)
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
@@ -134,6 +109,8 @@ class Compressor(ABC):
         self._check_together()
         self.ratio = self.ratio if isinstance(self.ratio, Schedule) else float(self.ratio)
         self.slack = float(self.slack)
+        if self.clip is not None:
+            self.clip = float(self.clip)
 
     def take_slack(self, slack: float) -> None:
         """Set the slack, unless the user has set it."""
@@ -176,11 +153,6 @@ class Compressor(ABC):
         `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `message_capacity` divides the entries among
         the workers, this holds for all workers together. `state` is this bucket's own.
         """
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether all gradients of a step must be available before the first one is accumulated."""
-        return isinstance(self.clip, Clip) and self.clip.scope == "model"
 
     @property
     def momentum_correction(self) -> MomentumCorrection | None:
@@ -238,6 +210,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "residual": check_flag,
     "lr_in_residual": check_flag,
     "momentum": check_momentum,
+    "clip": number("a finite norm > 0 or None", lambda norm: 0.0 < norm < math.inf, None),
     "slack": number("a finite multiple of k, >= 1", lambda slack: 1.0 <= slack < math.inf),
     "exchange": check_exchange,
 }

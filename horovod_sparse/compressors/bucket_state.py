@@ -106,9 +106,6 @@ class BucketState:
         self.cut *= factor
         self.smallest *= factor
 
-    def know_rate(self, rate: float) -> None:
-        """Take note of a step's learning rate with `lr_in_residual`, or of 1."""
-
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(repr(self.state_dict()).encode()) >> 1

@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
-from horovod_sparse.compressors.checks import check_choice, check_flag, check_number, plain, shown
-from horovod_sparse.ops.protocol import Array, Momentum, Ops
+from horovod_sparse.compressors.checks import check_flag, check_number, plain, shown
+from horovod_sparse.ops.protocol import Array, Ops
 
 
 @dataclass(frozen=True)
 class MomentumCorrection:
     """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
 
-    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
-    `V = V + G + m U`. Entries are selected from V. The optimizer must have no momentum of its own.
+    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`. Entries are selected from V.
+    The optimizer must have no momentum of its own.
 
     Args:
         momentum: m, in [0, 1).
-        nesterov: whether to use Nesterov's form.
         masking: whether U, like V, becomes zero where entries were sent, so that stale momentum stops there. With ratio 1
             the result is plain SGD, since everything is sent in every step.
     """
 
     momentum: float = 0.9
-    nesterov: bool = False
     masking: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
         check_number("momentum", self.momentum, "in [0, 1)", lambda m: 0.0 <= m < 1.0)
-        check_flag("nesterov", self.nesterov)
         check_flag("masking", self.masking)
 
-    @property
-    def of_step(self) -> Momentum:
-        """What it is in every step."""
-        return Momentum(self.momentum, self.momentum if self.nesterov else None)
-
     def __repr__(self) -> str:
-        return shown("MomentumCorrection", vars(self), {"nesterov": False, "masking": True})
+        return shown("MomentumCorrection", vars(self), {"masking": True})
 
 
 def check_momentum(name: str, value: object) -> None:
@@ -51,37 +41,10 @@ def check_momentum(name: str, value: object) -> None:
         check_number(name, value, "in [0, 1), a MomentumCorrection or None", lambda m: 0.0 <= m < 1.0)
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Clipping of each worker's gradient before anything else.
-
-    Args:
-        norm: about the largest norm of the reduced gradient if the workers' gradients are independent, finite, > 0.
-        scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
-            together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
-    """
-
-    norm: float
-    scope: Literal["layer", "model"] = "layer"
-
-    def __post_init__(self) -> None:
-        check_number("clip", self.norm, "a finite norm > 0, a Clip or None", lambda norm: 0.0 < norm < math.inf)
-        check_choice("scope", self.scope, ("layer", "model"))
-        # Ranks compare settings as they are shown: 1 and 1.0 are the same norm.
-        object.__setattr__(self, "norm", float(self.norm))
-
-    def limit(self, world: int, *, averages: bool) -> float:
-        """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum."""
-        return self.norm * math.sqrt(world) if averages else self.norm / math.sqrt(world)
-
-
-def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
-    """Return the factor that scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
-    norms = []
-    for gradient in gradients:
-        dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
-        norms.append(_finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype))
-    norm = math.hypot(*norms)
+def clip_factor(ops: Ops, gradient: Array, limit: float) -> float:
+    """Return the factor that scales a gradient down if the norm of its finite entries exceeds `limit`."""
+    dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
+    norm = _finite_norm(ops, scaled(ops, gradient, 1.0, dtype).reshape(-1), dtype)
     return min(1.0, limit / norm) if norm > 0.0 else 1.0
 
 

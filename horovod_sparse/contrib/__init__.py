@@ -1,1 +1,1 @@
-"""What the exchange of gradients does without: local updates, logs. Nothing but adapters' names leads here."""
+"""What the exchange of gradients does without: local updates. Nothing but adapters' names leads here."""

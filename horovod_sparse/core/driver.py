@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from horovod_sparse.compressors.base import Compressor
@@ -60,13 +60,13 @@ class Driver(Store):
         self.transport = transport
         self.feedback, self.step, self.sparse, self._order = None, None, (), []
 
-    def begin(self, gradients: Iterable[Array] = (), scale: float = 1.0) -> Step:
+    def begin(self, scale: float = 1.0) -> Step:
         """Begin a step, before its first gradient is added: see `Step`. One that an exception has left has never been."""
         assert self.feedback is not None
         if self.step is not None:
             self.drop()
         self._waits = {}
-        self.step = Step(self.feedback, gradients, scale)
+        self.step = Step(self.feedback, scale)
         return self.step
 
     def add(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> None:

@@ -5,13 +5,15 @@ Tested by tests/compressors/test_momentum.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.momentum import Clip, clip_factor, scaled
+from horovod_sparse.compressors.momentum import clip_factor, scaled
 from horovod_sparse.exchange.wire import LARGEST
-from horovod_sparse.ops.protocol import Array, Momentum, Ops
+from horovod_sparse.ops.protocol import Array, Ops
 
 Prepare = Callable[[Array, str], Array]
 """Returns what is added to a residual of this type for a gradient: the gradient itself, or a scaled copy of that type."""
@@ -20,7 +22,7 @@ Prepare = Callable[[Array, str], Array]
 class Terms(NamedTuple):
     """What holds for all buckets in one step."""
 
-    momentum: Momentum | None
+    momentum: float | None
     """The momentum before the selection."""
     prepare: Prepare | None
     """What prepares a gradient; None if nothing does."""
@@ -36,29 +38,21 @@ class Intake:
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
         self._divisor = float(world) if averages else 1.0
-        self._clip = clip = compressor.clip if isinstance(compressor.clip, Clip) else None
-        self._limit = 0.0 if clip is None else clip.limit(world, averages=averages)
+        clip, root = compressor.clip, math.sqrt(world)
+        self._limit = None if clip is None else clip * root if averages else clip / root
+        """The largest norm of this worker's gradient of a parameter; None if nothing is clipped."""
         correction = compressor.momentum_correction
-        self._momentum: Momentum | None = None if correction is None else correction.of_step
+        self._momentum = None if correction is None else correction.momentum
 
-    def terms(self, gradients: Iterable[Array], scale: float) -> Terms:
-        """Return what holds in a step with this loss scale. `gradients` are all of this rank, if they are clipped together."""
-        prepare = None if self._clip is None and scale == 1.0 else self._preparation(gradients, scale)
+    def terms(self, scale: float) -> Terms:
+        """Return what holds in a step with this loss scale."""
+        prepare = None if self._limit is None and scale == 1.0 else partial(self._prepared, scale)
         return Terms(self._momentum, prepare, scale, self._divisor / scale)
 
-    def _preparation(self, gradients: Iterable[Array], scale: float) -> Prepare:
-        ops, clip, limit = self._ops, self._clip, self._limit * scale
-        together = None
-        if clip is None:
-            together = 1.0
-        elif clip.scope == "model":
-            together = clip_factor(ops, gradients, limit)
-
-        def prepare(gradient: Array, dtype: str) -> Array:
-            factor = (clip_factor(ops, [gradient], limit) if together is None else together) / scale
-            return gradient if factor == 1.0 else scaled(ops, gradient, factor, dtype)
-
-        return prepare
+    def _prepared(self, scale: float, gradient: Array, dtype: str) -> Array:
+        limit = self._limit
+        factor = (1.0 if limit is None else clip_factor(self._ops, gradient, limit * scale)) / scale
+        return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
 
 
 def checked_rate(name: str, learning_rate: float | None) -> float:

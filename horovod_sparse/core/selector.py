@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
-from horovod_sparse.ops.protocol import Array, Momentum, Part
+from horovod_sparse.ops.protocol import Array, Part
 
 
 class Outcome(NamedTuple):
@@ -38,7 +38,7 @@ class Selector(Protocol):
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
 
-    def accumulate(self, gradients: Sequence[Part], momentum: Momentum | None, rate: float) -> None:
+    def accumulate(self, gradients: Sequence[Part], momentum: float | None, rate: float) -> None:
         """Add gradients to the residual, through the velocity if there is a momentum, as `Ops.accumulate` does.
 
         None stands for no gradient: what is known of the parameter is of the step before.

@@ -130,7 +130,7 @@ class Sending:
         if self._momentum is None or self.bucket.velocity is None:
             return
         velocity = self.bucket.velocity[slot.offset : slot.offset + slot.numel]
-        velocity *= self._momentum.factor
+        velocity *= self._momentum
         if self.ops.all_finite(gradient):
             # Rounded to the residual's type first, as it is with any other rate.
             velocity += scaled(self.ops, gradient, 1.0, self.layout.residual_dtype).reshape(-1)
@@ -141,9 +141,6 @@ class Sending:
 
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
-        if self._rates:
-            # Not earlier: on other ranks the parameters may have arrived in another order.
-            self.state.know_rate(max(self._rates.values()))
         self._run = self.stage.exchange.collectives(self)
         self.rounds = 1
         first = next(self._run)

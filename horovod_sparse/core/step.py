@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod_sparse.core.bucket import Bucket
@@ -30,21 +30,20 @@ class Step:
 
     Args:
         feedback: what lasts from step to step.
-        gradients: all gradients of this rank, with those that are reduced dense, if the compressor's `holds_back` is True.
         scale: that of a loss scaler: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not.
 
     Raises:
         RuntimeError: an exchange of an earlier step has ended by an exception.
     """
 
-    def __init__(self, feedback: Feedback, gradients: Iterable[Array] = (), scale: float = 1.0) -> None:
+    def __init__(self, feedback: Feedback, scale: float = 1.0) -> None:
         if feedback.is_broken:
             raise RuntimeError(
                 f"rank {feedback.rank}: an exchange has ended by an exception before, so what waits here may not fit to the "
                 "other ranks; load a state on all ranks, call compression.reset() on all, or make a new compression"
             )
         self.feedback = feedback
-        self.terms = feedback.intake.terms(gradients, scale)
+        self.terms = feedback.intake.terms(scale)
         self.telling = Telling(feedback.ops)
         """What the exchanges ask the host to learn."""
         self.added: set[str] = set()

@@ -207,9 +207,8 @@ int64_t keep_finite(T* x, int64_t n) {
 
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
-void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, bool nesterov, int threads,
-                hs_notes& notes) {
-    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.wanted];
+void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int threads, hs_notes& notes) {
+    const auto loop = loops<T>().accumulate[velocity != nullptr][notes.wanted];
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -274,38 +273,6 @@ int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, 
     const int64_t found = collector.finish();
     *complete = collector.complete;
     return found;
-}
-
-// Writes the indices of the `count` largest of a chunk's entries that are not zero, and returns the end of what it wrote. The
-// search begins at the bits `guess`, which are above zero. They become those of this chunk, for the next one.
-template <class T>
-int64_t* select_largest(const T* x, int64_t n, int64_t count, int64_t first, int64_t* indices, int64_t& guess) {
-    using Bit = typename Type<T>::Bit;
-    const Loops<T>& loop = loops<T>();
-    // At least `count` entries are above `low`, if so many are not zero, and fewer are above `high`.
-    Bit low = 0, high = Type<T>::magnitude, middle = static_cast<Bit>(guess), step = Bit{1} << (Type<T>::mantissa - 5);
-    int64_t found = loop.count_above(x, n, low);
-    while (found > count && high - low > 1) {
-        const int64_t number = loop.count_above(x, n, middle);
-        (number < count ? high : low) = middle;
-        if (number >= count) found = number;
-        const Bit half = (high - low) / 2;
-        middle = low == 0 ? high - std::min(half, step) : low + std::min(half, step);
-        step = std::min(half, step) * 2;
-    }
-    if (low > 0) guess = low;
-    // If more are above `low` than are wanted, the first of those that equal `high` are taken.
-    int64_t equal = found > count ? count - loop.count_above(x, n, high) : found;
-    for (int64_t i = 0; i < n; i += kPiece) {
-        int32_t positions[kPiece + kSlack];
-        T entries[kPiece + kSlack];
-        const int64_t size = std::min(kPiece, n - i);
-        found = loop.find(x + i, size, loop.groups_above(x + i, size, low), low, 0, positions, entries);
-        for (int64_t one = 0; one < found; ++one)
-            if ((bits_as<Bit>(entries[one]) & Type<T>::magnitude) != high || equal-- > 0)
-                *indices++ = first + i + positions[one];
-    }
-    return indices;
 }
 
 // Returns the entry rounded to float32, and subtracts it from the entry.
@@ -508,17 +475,17 @@ int hs_share_threads(void) {
 }
 
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
-                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes) {
+                  double momentum, double rate, int threads, hs_notes* notes) {
     for (const hs_part* one = gradients; one != gradients + number; ++one)
         if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return 0;
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
     typed(residual, type, [&](auto* entries) {
         using T = std::remove_pointer_t<decltype(entries)>;
-        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(ahead), static_cast<T>(rate)};
+        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(rate)};
         for (hs_part* one = gradients; one != gradients + number; ++one) {
             T* const moved = velocity == nullptr ? nullptr : static_cast<T*>(velocity) + one->first;
-            accumulate(entries + one->first, moved, *one, rates, nesterov != 0, threads, of_these);
+            accumulate(entries + one->first, moved, *one, rates, threads, of_these);
         }
     });
     return 1;
@@ -533,29 +500,6 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
     return typed(x, type, [&](const auto* entries) {
         return select_above(entries, n, threshold, indices, room, threads, complete);
     });
-}
-
-int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, int64_t count, int threads,
-                            int64_t* indices) {
-    length = std::min(length, n);
-    const int64_t chunks = (n + length - 1) / length, parts = parts_of(n, threads);
-    const auto start_of = [&](int64_t part) { return std::min(chunks * part / parts * length, n); };
-    // Where the indices from i on are written, whatever the chunks before it have found.
-    const auto place_of = [&](int64_t i) { return indices + i * count / n; };
-    std::vector<int64_t*> ends(parts);
-    in_parallel(n, threads, [&](int64_t part, int64_t, int64_t) {
-        int64_t guess = 1, *to = place_of(start_of(part));
-        for (int64_t i = start_of(part), end; i < start_of(part + 1); i = end) {
-            end = std::min(i + length, n);
-            const int64_t wanted = place_of(end) - place_of(i);
-            to = typed(x, type, [&](const auto* all) { return select_largest(all + i, end - i, wanted, i, to, guess); });
-        }
-        ends[part] = to;
-    });
-    // Parts that found too few leave gaps.
-    int64_t* to = indices;
-    for (int64_t part = 0; part < parts; ++part) to = std::copy(place_of(start_of(part)), ends[part], to);
-    return to - indices;
 }
 
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,

@@ -58,7 +58,7 @@ int hs_share_threads(void);
 /* Takes in the gradients in this order. `velocity` and `notes` may be null. Changes nothing and returns 0 if a gradient reaches
    beyond numel. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
-                  double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
+                  double momentum, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Writes ascending indices of entries above the threshold, which is not negative, and returns how many entries are above it;
@@ -66,9 +66,6 @@ void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, i
    threads, room for twice as many mostly suffices. */
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
-/* Writes the indices and returns their number; n is at most 2^31, and there is room for `count` indices. */
-int64_t hs_select_in_chunks(const void* x, int type, int64_t n, int64_t length, int64_t count, int threads,
-                            int64_t* indices);
 /* Writes what was taken to `values` or, with its indices, to a `message` of `capacity` >= count pairs; the other one is null.
    Changes nothing and returns 0 if an index is outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,

@@ -185,11 +185,11 @@ INLINE const T* whole_group(const T* group, int64_t left, T* rest) {
 // --- the loops ---
 
 // Returns the new residual and updates the velocity.
-template <class T, bool kVelocity, bool kNesterov>
+template <class T, bool kVelocity>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, Rates<T> rates) {
     if (!kVelocity) return residual + gradient * rates.rate;
     velocity = velocity * rates.momentum + gradient;
-    return residual + (kNesterov ? velocity * rates.ahead + gradient : velocity) * rates.rate;
+    return residual + velocity * rates.rate;
 }
 
 // Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
@@ -205,7 +205,7 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 }
 
 // Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
-template <class T, int kWanted, bool kVelocity, bool kNesterov>
+template <class T, int kWanted, bool kVelocity>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
@@ -219,8 +219,8 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
             each_vector<T>([&](int part) ALWAYS {
                 const int at = part * kLanes<T>;
                 velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
-                now[part] = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities[part],
-                                                             load<Vector<T>>(from + at), rates);
+                now[part] = updated<T, kVelocity>(load<Vector<T>>(r + at), velocities[part], load<Vector<T>>(from + at),
+                                                  rates);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;
@@ -290,17 +290,6 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     sums.write(totals);
 }
 
-// Returns how many entries are above the bound.
-template <class T>
-int64_t count_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
-    Bits<T> found = {};
-    int64_t i = 0, number = 0;
-    for (; i + kLanes<T> <= count; i += kLanes<T>) found -= magnitude_bits<T>(load<Vector<T>>(x + i)) > bound;
-    for (int lane = 0; lane < kLanes<T>; ++lane) number += found[lane];
-    for (; i < count; ++i) number += (bits_as<typename Type<T>::Bit>(x[i]) & Type<T>::magnitude) > bound;
-    return number;
-}
-
 // Returns a mask with a bit for each group of a piece that has an entry above the bound.
 template <class T>
 uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
@@ -356,10 +345,9 @@ void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to
 
 template <class T>
 constexpr Loops<T> loops() {
-    return {{{accumulate<T, 0, false, false>, accumulate<T, 1, false, false>, accumulate<T, 2, false, false>},
-             {accumulate<T, 0, true, false>, accumulate<T, 1, true, false>, accumulate<T, 2, true, false>},
-             {accumulate<T, 0, true, true>, accumulate<T, 1, true, true>, accumulate<T, 2, true, true>}},
-            measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
+    return {{{accumulate<T, 0, false>, accumulate<T, 1, false>, accumulate<T, 2, false>},
+             {accumulate<T, 0, true>, accumulate<T, 1, true>, accumulate<T, 2, true>}},
+            measure<T, false>, measure<T, true>, groups_above<T>,
             find<T>, convert<T>};
 }
 

@@ -76,17 +76,16 @@ class KernelOps(HostOps):
             given.append((ffi.cast("uintptr_t", at.pointer), at.type, first, at.numel))
             # Contiguous copies live as long as their memory is used.
             owners.append(at.owner)
-        velocity, factor, ahead = ffi.NULL, 0.0, None
+        velocity, momentum = ffi.NULL, 0.0
         if moving is not None:
             at = self._wide(moving.velocity, written=True)
             if at is None or (at.type, at.numel) != (residual.type, residual.numel):
                 like = f"{residual.numel} of {TYPES[residual.type]}"
                 raise ValueError(f"velocity must be like the residual, {like}, got {at}")
-            velocity, (factor, ahead) = at.pointer, moving.momentum
+            velocity, momentum = at.pointer, moving.momentum
         parts = ffi.new("hs_part[]", given)
         arrays = residual.pointer, velocity, residual.type, residual.numel, parts, len(parts)
-        rates = factor, ahead or 0.0, ahead is not None, rate
-        if not lib.hs_accumulate(*arrays, *rates, self.threads(), notes or ffi.NULL):
+        if not lib.hs_accumulate(*arrays, momentum, rate, self.threads(), notes or ffi.NULL):
             places = [(part.first, part.n) for part in parts]
             raise ValueError(f"gradients must be within the residual's {residual.numel} elements, got {places}")
         return parts
@@ -159,17 +158,6 @@ class KernelOps(HostOps):
                 if k <= selection.found <= most:
                     return selection.indices
         return None
-
-    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
-        at = self._wide(x)
-        if at is None:
-            return super().select_in_chunks(x, length, count)
-        if not 1 <= count <= at.numel <= length * count:
-            raise ValueError(f"count must be in [1, {at.numel}] with an entry for each chunk of {length}, got {count}")
-        indices, x_is = np.empty(count, np.int64), (at.pointer, at.type, at.numel)
-        written = ffi.from_buffer("int64_t *", indices)
-        found = lib.hs_select_in_chunks(*x_is, length, count, self.threads(), written)
-        return Selection(self.array(indices[:found]), found)
 
     # --- messages ---
 

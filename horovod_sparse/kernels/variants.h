@@ -72,7 +72,7 @@ struct alignas(64) Totals {
 // What velocities and additions to the residual are multiplied by.
 template <class T>
 struct Rates {
-    T momentum, ahead, rate;
+    T momentum, rate;
 };
 
 // The loops over a piece or a block; loops.h says what they do.
@@ -81,10 +81,9 @@ struct Loops {
     using Bit = typename Type<T>::Bit;
     using Accumulate = uint32_t(T*, T*, const T*, int64_t, Rates<T>, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
-    // First index: without velocity, with velocity, with Nesterov's. Second index: hs_notes.wanted.
-    Accumulate* accumulate[3][3];
+    // First index: whether there is a velocity. Second index: hs_notes.wanted.
+    Accumulate* accumulate[2][3];
     Measure *measure, *measure_with_logs;
-    int64_t (*count_above)(const T*, int64_t, Bit);
     uint32_t (*groups_above)(const T*, int64_t, Bit);
     int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
     void (*convert)(const void*, int, int64_t, int64_t, T*);

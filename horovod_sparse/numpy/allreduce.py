@@ -72,7 +72,7 @@ class SparseAllreduce:
             shapes = shapes_of(arrays)
             if shapes != self._shapes:
                 raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
-            driver.begin(arrays.values())
+            driver.begin()
             # The last array comes first, because buckets are packed so. The first call fixed the order: MPI matches by order.
             for name in reversed(self._shapes):
                 driver.add(name, arrays[name], learning_rate)

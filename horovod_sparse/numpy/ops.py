@@ -41,13 +41,8 @@ class NumpyOps(Ops):
         added, not_finite = _finite(gradient, residual.dtype)
         velocity = None if moving is None else moving.velocity[part]
         with np.errstate(over="ignore"):
-            if moving is None or velocity is None:
-                moved = total = added
-            else:
-                factor, ahead = moving.momentum
-                moved = velocity * factor + added
-                total = moved if ahead is None else moved * ahead + added
-            total = residual + total * rate
+            moved = added if moving is None or velocity is None else velocity * moving.momentum + added
+            total = residual + moved * rate
         keep_finite(moved)
         overflowed = keep_finite(total)
         # In one statement, so that an interrupt finds both as they were or both as they will be.
@@ -102,19 +97,6 @@ class NumpyOps(Ops):
         equal = np.flatnonzero(magnitudes == smallest)
         above[equal[: count - np.count_nonzero(above)]] = True
         return Selection(np.flatnonzero(above), count, smallest)
-
-    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
-        starts = np.arange(0, x.size + length, length)
-        counts = np.diff(starts.clip(max=x.size) * count // x.size)[:, None]
-        # The last chunk is filled up with zeros.
-        magnitudes = np.zeros(length * counts.size, x.dtype)
-        np.abs(x, out=magnitudes[: x.size])
-        bits = magnitudes.view(f"i{x.itemsize}").reshape(-1, length)
-        smallest = np.take_along_axis(np.partition(bits, length - np.unique(counts), 1), length - counts, 1)
-        above, equal = bits > smallest, (bits == smallest) & (bits > 0)
-        left = counts - np.count_nonzero(above, 1, keepdims=True)
-        indices = np.flatnonzero(above | equal & (equal.cumsum(1) <= left))
-        return Selection(indices, indices.size)
 
     def kth_largest(self, x: Array, count: int) -> float:
         return float(np.partition(np.abs(x), x.size - count)[x.size - count])

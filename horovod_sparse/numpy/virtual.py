@@ -81,7 +81,7 @@ class VirtualWorkers:
             raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
         reduced = {name: np.zeros(shape[1:], dtype) for name, (shape, dtype) in self._shapes.items()}
         self._drop()
-        steps = self._steps = [Step(one, mine.values()) for one, mine in zip(self.feedbacks, apart, strict=True)]
+        steps = self._steps = [Step(one) for one in self.feedbacks]
         # As `SparseAllreduce` does, because buckets are packed so.
         for name in reversed(self._shapes):
             complete = [step.add(name, mine[name], learning_rate) for step, mine in zip(steps, apart, strict=True)]

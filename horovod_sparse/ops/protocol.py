@@ -58,21 +58,13 @@ class Hints(NamedTuple):
     """What it will most likely ask of the whole array."""
 
 
-class Momentum(NamedTuple):
-    """Momentum of one step: `U = m U + G`, and the buffer gets U or, in Nesterov's form, `G + a U`."""
-
-    factor: float
-    """m, >= 0."""
-    ahead: float | None = None
-    """a, >= 0, in Nesterov's form; else None."""
-
-
 class Moving(NamedTuple):
-    """Momentum that is applied to gradients on their way into a buffer."""
+    """Momentum that is applied to gradients on their way into a buffer: `U = m U + G`, and the buffer gets U."""
 
     velocity: Array
     """U, an array like the buffer; it is changed."""
-    momentum: Momentum
+    momentum: float
+    """m, >= 0."""
 
 
 class Selection(NamedTuple):
@@ -142,12 +134,6 @@ class Ops(Protocol):
 
     def select_largest(self, x: Array, count: int) -> Selection:
         """Select the `count` entries of largest magnitude; among equals, those of the lowest indices. 1 <= count <= len(x)."""
-
-    def select_in_chunks(self, x: Array, length: int, count: int) -> Selection:
-        """Select the largest of each chunk's entries that are not zero; among equals, those of the lowest indices.
-
-        Of n entries, 1 <= count <= n <= length * count, the chunk [a, b) gives up to b count//n - a count//n, at least one.
-        """
 
     def kth_largest(self, x: Array, count: int) -> float:
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""

@@ -106,9 +106,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor):
             self._pending = copy.deepcopy(dict(state))
 
 
-class ChunkTopK(TensorflowCompressor, compressors.ChunkTopK): ...
-
-
 class DGC(TensorflowCompressor, compressors.DGC): ...
 
 

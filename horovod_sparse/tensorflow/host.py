@@ -131,11 +131,8 @@ class HostDriver(Store):
         """
         buckets = [bucket for bucket in self.known.all_buckets if not given.gradients.keys().isdisjoint(bucket.slots)]
         reduced: dict[str, Tensor] = {}
-        # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
-        # computed.
-        awaited = [*given.gradients.values()] if self.compressor.holds_back else []
         with tf.device("CPU:0"):
-            start = call_host(self._start_step, (), [given.scale, *awaited], tf.bool)
+            start = call_host(self._start_step, (), [given.scale], tf.bool)
             with tf.control_dependencies([start]):
                 ended = [one for made in self._together(buckets) for one in self._exchange_all(given, made)]
                 finite = [
@@ -211,10 +208,10 @@ class HostDriver(Store):
 
     # --- called from the graph ---
 
-    def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+    def _start_step(self, scale: np.float64) -> np.bool_:
         # A step that has failed has never been.
         self.drop()
-        self.step = Step(self.known, gradients, float(scale))
+        self.step = Step(self.known, float(scale))
         return np.True_
 
     def _are_dense(self, names: list[str]) -> np.bool_:

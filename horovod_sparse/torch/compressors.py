@@ -86,9 +86,6 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
             yield
 
 
-class ChunkTopK(TorchCompressor, compressors.ChunkTopK): ...
-
-
 class DGC(TorchCompressor, compressors.DGC): ...
 
 

@@ -118,7 +118,7 @@ class DDPSource(TensorSource):
             self._used.update(self._note(parameters))
         self._gradients.update(zip(parameters, bucket.gradients(), strict=True))
         self._promised.append((buffer, future))
-        if self.driver.feedback is not None and not self.holds_back:
+        if self.driver.feedback is not None:
             self.begin()
             for parameter in parameters:
                 if parameter not in self.names:

@@ -112,7 +112,7 @@ class HorovodSource(TensorSource):
             self.give_up()
 
     def submit(self, parameter: Tensor) -> None:
-        """Record what backward has made. After the step's last pass, take the gradient at once unless it is held back."""
+        """Record what backward has made. After the step's last pass, take the gradient at once, but for the first step."""
         if self.active:
             self._note_backward(parameter)
         assert parameter.grad is not None and not parameter.grad.requires_grad
@@ -121,7 +121,7 @@ class HorovodSource(TensorSource):
         # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             self._handed[parameter] = Handed.of(parameter.grad)
-            if self.driver.feedback is None or self.holds_back:
+            if self.driver.feedback is None:
                 return
             if parameter in self.names:
                 self.begin()

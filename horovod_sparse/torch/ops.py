@@ -64,9 +64,7 @@ class TorchOps(Ops):
         added = gradient
         if moving is not None:
             velocity = moving.velocity[part].view(gradient.shape)
-            factor, ahead = moving.momentum
-            velocity.mul_(factor).add_(gradient)
-            added = velocity if ahead is None else velocity.mul(ahead).add_(gradient)
+            added = velocity.mul_(moving.momentum).add_(gradient)
         residual.view(gradient.shape).add_(added if rate == 1.0 else added.to(residual.dtype).mul(rate))
         if moving is not None:
             self._keep_finite(velocity)
@@ -161,20 +159,6 @@ class TorchOps(Ops):
         equal = _nonzero(magnitudes == smallest)
         chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
         return Selection(_nonzero(chosen), count, smallest)
-
-    def select_in_chunks(self, x: Tensor, length: int, count: int) -> Selection:
-        numel = x.numel()
-        # The last chunk is filled up with zeros.
-        magnitudes = torch.nn.functional.pad(x.abs(), (0, -numel % length)).view(-1, length)
-        bits = magnitudes.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
-        starts = torch.arange(0, numel + length, length, device=x.device)
-        counts = (starts.clamp(max=numel) * count // numel).diff().unsqueeze(1)
-        largest = torch.topk(bits, min(count, -(-length * count // numel)), sorted=True).values
-        smallest = largest.gather(1, counts - 1)
-        above, equal = bits > smallest, (bits == smallest) & (bits > 0)
-        left = counts - above.sum(1, keepdim=True)
-        indices = _nonzero((above | equal & (equal.cumsum(1) <= left)).view(-1))
-        return Selection(indices, indices.numel())
 
     def kth_largest(self, x: Tensor, count: int) -> float:
         if x.device.type == "cpu":

@@ -57,8 +57,6 @@ class TensorSource(ABC):
     ) -> None:
         compressor.bind(self)
         self.compressor, self.active, self.optimizer = compressor, active, optimizer
-        self.holds_back = compressor.holds_back
-        """Whether all gradients of a step must be there before the first one is added."""
         self.driver = Driver(
             compressor, transport, self._new_feedback, kernels=kernels.variant(), settle=self.settle, place=place
         )
@@ -99,10 +97,7 @@ class TensorSource(ABC):
             return
         if self.compressor.lr_in_residual:
             self._rates = {one: float(group["lr"]) for group in self.param_groups for one in group["params"]}
-        gradients: list[Tensor] = []
-        if self.holds_back:
-            gradients = [one for one in map(self.gradient, self.names) if one is not None]
-        self.driver.begin(gradients, 1.0 if self.scaler is None else float(self.scaler.get_scale()))
+        self.driver.begin(1.0 if self.scaler is None else float(self.scaler.get_scale()))
 
     def add(self, parameter: Tensor) -> None:
         """Add a parameter's gradient to the step that has begun."""

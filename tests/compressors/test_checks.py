@@ -17,7 +17,6 @@ import pytest
 from horovod_sparse.compressors import (
     COMPRESSORS,
     DGC,
-    ChunkTopK,
     GaussianK,
     MiCRO,
     NoOp,
@@ -30,7 +29,7 @@ from horovod_sparse.compressors import (
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense, SharedIndices
-from horovod_sparse.public import Clip, MomentumCorrection, Pairs, Schedule, Union
+from horovod_sparse.public import MomentumCorrection, Pairs, Schedule, Union
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ COMMON: list[tuple[dict[str, Any], str]] = [
         {"momentum": MomentumCorrection(0.9), "residual": False},
         "residual must be True with momentum=MomentumCorrection(momentum=0.9), got False: velocities are kept in it",
     ),
-    ({"clip": 0.0}, "clip must be a finite norm > 0, a Clip or None, got 0.0"),
-    ({"clip": "1"}, "clip must be a finite norm > 0, a Clip or None, got '1', a string; write clip=1"),
+    ({"clip": 0.0}, "clip must be a finite norm > 0 or None, got 0.0"),
+    ({"clip": "1"}, "clip must be a finite norm > 0 or None, got '1', a string; write clip=1"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"exchange": "pairs"}, "exchange must be an Exchange, such as Pairs('packed'), or None, got 'pairs'"),
@@ -99,9 +98,7 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     (Threshold, {"threshold": -1.0}, "threshold must be a finite magnitude >= 0, got -1.0"),
     (MomentumCorrection, {"momentum": 1.0}, "momentum must be in [0, 1), got 1.0"),
     (MomentumCorrection, {"momentum": -0.1}, "momentum must be in [0, 1), got -0.1"),
-    (MomentumCorrection, {"nesterov": 1}, "nesterov must be True or False, got 1"),
     (MomentumCorrection, {"masking": None}, "masking must be True or False, got None"),
-    (Clip, {"norm": 1.0, "scope": "bucket"}, "scope must be one of 'layer', 'model', got 'bucket'"),
     (Pairs, {"values": "bfloat16"}, "values must be 'float32' or 'packed', got 'bfloat16'"),
     (Pairs, {"values": "float64"}, "values must be 'float32' or 'packed', got 'float64'"),
     (topk, {"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
@@ -175,19 +172,10 @@ def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: typ
     assert {one.kind for name, one in parameters.items() if name != "ratio"} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize(
-    ("cls", "arguments", "text"),
-    [
-        (TopK, {"ratio": 0.1, "momentun": None}, "TopK must be .*got momentun; did you mean momentum$"),
-        (SIDCo, {"distribusion": "gamma"}, "SIDCo must be .*got distribusion; did you mean distribution$"),
-        (Own, {"union": True}, "Own must be given arguments that it has, got union; it has ratio, .*, slack"),
-        (NoOp, {"union": True}, "NoOp must be given arguments that it has, got union; it has granularity, "),
-    ],
-)
-def test_an_unknown_argument_is_named_with_the_class_and_what_is_near(
-    cls: type[Compressor], arguments: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TypeError, match=f"^{text}"):
+@pytest.mark.parametrize("cls", ARGUMENTS)
+def test_an_unknown_argument_is_named(cls: type[Compressor]) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(ARGUMENTS[cls] & {"ratio"}, 0.1) | {"momentun": None}
+    with pytest.raises(TypeError, match="'momentun'"):
         cls(**arguments)
 
 
@@ -215,7 +203,6 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
         "SIDCo(ratio=0.01, adapt='paper', slack=24.0)",
         "TopK(ratio=Fixed(highest=0.25, final=0.01), exclude=('*.bias',))",
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9))",
-        "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9, nesterov=True))",
         "DGC(ratio=0.1, momentum=MomentumCorrection(momentum=0.5, masking=False))",
         "RandomBlock(ratio=0.1, seed=7, exchange=Pairs(values='packed'))",
         "Threshold(threshold=0.5)",
@@ -237,8 +224,9 @@ def test_repr_tells_what_was_changed_later() -> None:
     assert repr(compressor) == "DGC(ratio=0.1, residual=False)"
 
 
-def test_a_clip_is_of_layers_unless_it_says_otherwise() -> None:
-    assert repr(TopK(0.1, clip=2).clip) == repr(Clip(2)) == repr(Clip(2.0, "layer"))
+def test_a_clip_is_shown_alike_whatever_number_it_was_given_as() -> None:
+    """Ranks compare settings by it."""
+    assert repr(TopK(0.1, clip=2)) == repr(TopK(0.1, clip=2.0)) == "TopK(ratio=0.1, clip=2.0)"
 
 
 def test_what_is_off_by_default_and_what_is_on() -> None:
@@ -255,7 +243,6 @@ EXCHANGES = [Pairs(), Pairs("packed"), Union(), SharedIndices(), Dense()]
 ALLOWED: dict[type[Compressor], str] = {
     SIDCo: "pairs packed",
     TopK: "pairs packed union",
-    ChunkTopK: "pairs packed union",
     RandomK: "pairs packed shared",
     RandomBlock: "pairs packed shared",
     MiCRO: "union",

@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
         kernels.pool = self.pools[1]
         self.rates = dict.fromkeys(NAMES, 0.5)
         self.twin: World | None = None
-        self.scale = 1.0 if wild else scale
+        self.scale = scale if self.scales else 1.0
         """The scale of the twin's loss."""
         self.saved: tuple[list[Any], list[Any], Settled] | None = None
         """States, copies of them, and what was known when they were saved."""
@@ -113,6 +113,11 @@ class Machine(RuleBasedStateMachine):
         self.start(World(case, world, granularity))
         self.go_on(first)
         self.make_twin(self.main.state_dicts())
+
+    @property
+    def scales(self) -> bool:
+        """Whether the twin's loss can be scaled."""
+        return not (self.wild or self.case.row.follows_scale)
 
     def make_twin(self, states: list[Any] | None) -> None:
         """Make fresh workers that are like those in use, which have these states; None if they hold nothing."""
@@ -428,7 +433,7 @@ class Machine(RuleBasedStateMachine):
             expected.rescale(factor)
         self.go_on(then)
 
-    @precondition(lambda self: not self.wild)
+    @precondition(lambda self: self.scales)
     @rule(factor=st.sampled_from((2.0, 0.5, 2.0**10, 2.0**-10)), then=steps)
     def scale_of_loss(self, factor: float, then: list[int]) -> None:
         """The twin's loss is scaled by a power of two from now on, and its residuals are rescaled once."""

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.compressors import ChunkTopK, TopK
+from horovod_sparse.compressors import TopK
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.pairs import Pairs
-from tests.harness.table import ORACLE, Backend, gradients, on_every_backend
+from tests.harness.table import ORACLE, Backend, on_every_backend
 from tests.harness.workers import end_step, make_worker
 
 
@@ -78,16 +78,6 @@ def test_packed_bytes(backend: Backend) -> None:
     unpacked = backend.numpy(backend.ops.unquantize(backend.array(np.concatenate([message, message])), 2, 8193))
     np.testing.assert_array_equal(unpacked.reshape(2, 16, 2)[:, :5], [backend.numpy(pairs)] * 2)
     assert (unpacked.reshape(2, 16, 2)[:, 5:] == [wire.PADDING, 0]).all()
-
-
-@on_every_backend
-def test_chunks_of_the_selection_are_those_of_the_message(backend: Backend) -> None:
-    """64 of each 4,096: 14 bits for each entry, and 6 bytes for each chunk."""
-    compressor = ChunkTopK(1 / 64, exchange=Pairs("packed"), warmup=None)
-    worker = make_worker(backend, compressor, {"p": (4 * 4096,)})
-    bucket = worker.arrive("p", backend.array(gradients("laplace", 4 * 4096, np.random.default_rng(0))))
-    message = backend.numpy(bucket.begin().message)
-    assert message[:2].view(np.int16).tolist() == [64] * 4 and message.nbytes == 4 * (64 * 14 // 8 + 6)
 
 
 COUNTS = {

@@ -90,7 +90,7 @@ places = st.tuples(st.integers(0, 2), st.sampled_from(NAMES))
 def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(list(dict.fromkeys(row.cls for row in COMPRESSORS))))
     row: Row = draw(st.sampled_from([row for row in COMPRESSORS if row.cls is family]))
-    momentum = st.builds(MomentumCorrection, st.sampled_from((0.0, 0.5, 0.9)), st.booleans(), st.booleans())
+    momentum = st.builds(MomentumCorrection, st.sampled_from((0.0, 0.5, 0.9)), st.booleans())
     options: dict[str, Any] = {} if row.momentum else {"momentum": draw(st.none() | momentum)}
     dtype = draw(st.sampled_from(("float32", "float16", "float64")))
     ratio = draw(st.sampled_from((0.1, 0.02, 0.5, 1.0, Halving(0.5, 0.1, 2))))

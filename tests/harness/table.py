@@ -105,7 +105,6 @@ COMPRESSORS = [
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"exchange": Union()}),
     Row("topk-packed", compressors.TopK, {"exchange": Pairs("packed")}),
-    Row("chunktopk", compressors.ChunkTopK, follows_order=True),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",
@@ -130,9 +129,9 @@ COMPRESSORS = [
         momentum=True,
     ),
     Row(
-        "dgc-nesterov",
+        "dgc-unmasked",
         compressors.DGC,
-        {"momentum": MomentumCorrection(0.9, nesterov=True, masking=False)},
+        {"momentum": MomentumCorrection(0.9, masking=False)},
         band=(0.9, 1.1),
         follows_order=True,
         momentum=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from horovod_sparse.core.feedback import AnyBucket, Feedback
@@ -13,10 +13,10 @@ from horovod_sparse.exchange.protocols import Collective
 class Worker(Feedback):
     step: Step | None = None
 
-    def start_step(self, gradients: Iterable[Any] = (), scale: float = 1.0) -> Step:
+    def start_step(self, scale: float = 1.0) -> Step:
         """Begin a step. One that has begun has never been."""
         self.abort()
-        self.step = Step(self, gradients, scale)
+        self.step = Step(self, scale)
         return self.step
 
     @property

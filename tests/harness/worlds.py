@@ -59,7 +59,7 @@ class Expected:
                 self._accelerate(name, converted if finite else 0.0)
             return True
         if self.velocities:
-            added = self._moved(name, added)
+            added = self._accelerate(name, added)
         self.taken.append((name, added, rate))
         residual += added * rate
         return _keep_finite(residual) and finite
@@ -90,15 +90,9 @@ class Expected:
         _keep_finite(velocity)
         return moved
 
-    def _moved(self, name: str, gradient: Array) -> Array:
-        """Apply momentum to a gradient, as `MomentumCorrection` says; return what the residual takes in."""
-        correction, moved = self.compressor.momentum_correction, self._accelerate(name, gradient)
-        assert correction is not None
-        return moved * correction.momentum + gradient if correction.nesterov else moved
-
     def dense(self, reduced: Array) -> Array:
         """Apply momentum to the reduced gradient of the dense parameter, which is finite."""
-        return reduced if self.compressor.momentum_correction is None else self._moved(DENSE, reduced)
+        return reduced if self.compressor.momentum_correction is None else self._accelerate(DENSE, reduced)
 
     def rescale(self, factor: float) -> None:
         for array in (*self.residuals.values(), *self.aside.values(), *self.velocities.values()):

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Momentum, Moving
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Moving
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
@@ -21,7 +21,7 @@ def sums_found(x: np.ndarray, threads: int) -> str:
     tracked: Any = ops.tracked(residual)
     noted = []
     for sums in (True, False):
-        for moving in (None, Moving(velocity, Momentum(0.9)), Moving(velocity, Momentum(0.9, 0.8))):
+        for moving in (None, Moving(velocity, 0.9)):
             tracked.begin(Hints(0.7, x.size, SUMS if sums else EXTENT))
             tracked.add([(0, x)], moving)
             noted.append(tracked.extent(residual))

@@ -199,7 +199,7 @@ class Oracle:
         """The mean of all ranks' gradients, as it is after one step."""
         world, first = len(self.workers), self.workers[0]
         for worker, local in zip(self.workers, gradients, strict=True):
-            worker.start_step(local.values())
+            worker.start_step()
             for name, gradient in local.items():
                 worker.arrive(name, gradient)
         reduced: dict[str, np.ndarray] = {}

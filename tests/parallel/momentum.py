@@ -69,12 +69,12 @@ def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@scenario(*MPI, *TORCHRUN, cases={"heavy ball": (False,), "nesterov": (True,)})
-def in_the_compressor_it_is_that_of_the_optimizer_where_everything_is_sent(nesterov: bool) -> None:
+@scenario(*MPI, *TORCHRUN)
+def in_the_compressor_it_is_that_of_the_optimizer_where_everything_is_sent() -> None:
     """At any rate, also for the parameters that are reduced dense; without masking."""
-    models, own = (small_model(), small_model()), MomentumCorrection(0.9, nesterov=nesterov, masking=False)
+    models, own = (small_model(), small_model()), MomentumCorrection(0.9, masking=False)
     for model, compression in zip(models, (None, NoOp(momentum=own, granularity=BUCKET_BYTES)), strict=True):
-        momentum: dict[str, Any] = {} if compression is not None else {"momentum": 0.9, "nesterov": nesterov}
+        momentum: dict[str, Any] = {} if compression is not None else {"momentum": 0.9}
         called, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.05, **momentum), compression)
         for step in range(15):
             optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 20)

@@ -41,7 +41,7 @@ def _local(step: int, rank: int) -> dict[str, np.ndarray]:
 _NUMPY_MAKERS: dict[str, Any] = {
     **makers(0.05, Threshold={"threshold": 2.5}),
     "DGC-schedule": lambda library, **s: library.DGC(
-        Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip=10.0, **s
+        Halving(0.25, 0.01), momentum=MomentumCorrection(), clip=10.0, **s
     ),
     "warm-up": lambda library, **s: library.TopK(0.05, warmup=2.0, **s),
     "no-residual": lambda library, **s: library.TopK(0.05, residual=False, warmup=None, **s),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.torch import DGC, Clip, MiCRO, SIDCo, Threshold, TopK
+from horovod_sparse.torch import DGC, MiCRO, SIDCo, Threshold, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -39,7 +39,6 @@ _KINDS: dict[str, MakeCompression] = {
     "DGC": lambda **settings: DGC(0.02, warmup=None, **settings),
     "Threshold": lambda **settings: Threshold(0.05, **settings),
     "clipped": lambda **settings: TopK(0.02, clip=0.5, warmup=None, **settings),
-    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip=Clip(0.5, "model"), warmup=None, **settings),
     "in_units_of_the_update": lambda **settings: SIDCo(0.02, lr_in_residual=True, warmup=None, **settings),
 }
 

@@ -101,7 +101,7 @@ def what_was_saved_continues_bit_for_bit(make: MakeCompression) -> None:
     },
 )
 def a_state_can_be_replaced_in_the_middle_of_a_step(make: MakeCompression, how: str, steps: int) -> None:
-    """Gradients that were handed over are gone, unless the step was held back; everything else goes on."""
+    """Gradients that were handed over are gone, unless it was the first step; everything else goes on."""
     (model, compression), (other_model, other) = ((small_model(), make(granularity=BUCKET_BYTES)) for _ in range(2))
     optimizer = wrap(model, compression)
     train(other_model, wrap(other_model, other), range(3))

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pages
 import pytest
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.numpy import SparseAllreduce
@@ -141,6 +143,20 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
         assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {name}"
 
 
+def test_methods_whose_files_are_named_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+\.\w+)`\s+\(`(horovod_sparse/[\w/]+)\.py`\)", text)
+    assert len(named) >= 3
+    for name, file in named:
+        assert attrgetter(name)(import_module(file.replace("/", "."))), f"{name} in {file}"
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "conda/recipe.yaml"])
+def test_what_a_build_asks_of_its_kernels_is_there(file: str) -> None:
+    (name,) = re.findall(r"assert kernels\.(\w+)\(\)", (ROOT / file).read_text(encoding="utf-8"))
+    assert hasattr(kernels, name)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no full names")
 def test_the_calls_that_are_listed_are_those_of_a_step() -> None:
     done = python(str(ROOT / "docs" / "calls.py"), "--check", limit=300, PYTHONPATH=str(ROOT))
@@ -188,6 +204,13 @@ def test_the_tables_have_every_compressor_and_every_setting() -> None:
     listed = re.findall(r"^\| `(\w+)\(", compressors, re.MULTILINE)
     assert sorted(listed) == sorted(cls.__name__ for cls in COMPRESSORS)
     assert sorted(re.findall(r"^\| `(\w+)` \|", settings, re.MULTILINE)) == sorted(COMMON)
+
+
+def test_the_warm_up_is_said_as_it_is() -> None:
+    said = inspect.getdoc(Compressor) or ""
+    said += "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("index", "settings"))
+    found = re.findall(r"(?:\"auto\"`? is |at least |default )(\d+)(?:[, ;]|/\(t\+1\))", said)
+    assert found == [f"{Compressor.default_warmup:g}"] * 4
 
 
 def test_pages_pass_arguments_that_exist() -> None:

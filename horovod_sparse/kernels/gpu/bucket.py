@@ -24,7 +24,7 @@ from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
-from horovod_sparse.ops.protocol import Momentum, Part
+from horovod_sparse.ops.protocol import Part
 
 _BLOCK = 4096
 _TILES = 2048
@@ -141,15 +141,13 @@ class DeviceBucket:
         elif numbers["candidates"] > _MANY * sent:
             self._margin *= _LESS
 
-    def accumulate(self, gradients: Sequence[Part], momentum: Momentum | None, rate: float) -> None:
+    def accumulate(self, gradients: Sequence[Part], momentum: float | None, rate: float) -> None:
         request, floor = self.rule.request(self._state, self._k), self._floor()
-        factor, ahead = momentum or (0.0, None)
-        numbers = request.cut, floor, factor, ahead or 0.0, rate
+        numbers = request.cut, floor, momentum or 0.0, rate
         constants = {
             "SLOTS": self._slots_each,
             "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
             "HAS_VELOCITY": momentum is not None,
-            "NESTEROV": ahead is not None,
             "MEASURES": self.rule.measures,
             # A product and a sum must round twice, as they do everywhere else.
             "enable_fp_fusion": momentum is None and rate == 1.0,

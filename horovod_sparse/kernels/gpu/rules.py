@@ -63,12 +63,10 @@ class Above(Rule):
         return Request("above")
 
     def floor(self, state: BucketState, guess: float) -> float:
-        assert isinstance(state, threshold.ThresholdState)
-        # As long as the rate is not known, all entries are candidates.
-        return self.threshold * (state.scale * state.rate)
+        return self.threshold
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        state.threshold = self.floor(state, math.inf)
+        state.threshold = self.threshold
 
 
 @dataclass(frozen=True)

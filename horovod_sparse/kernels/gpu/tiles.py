@@ -32,15 +32,12 @@ _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
+def _add_to_velocity(g, velocity, inside, momentum):
     """Add the gradient to the velocity, and store that. Return what is added to the residual."""
     v = tl.load(velocity, inside, other=0.0)
-    v *= tl.full((), factor, tl.float64).to(v.dtype)
+    v *= tl.full((), momentum, tl.float64).to(v.dtype)
     v += g
     tl.store(velocity, clip(v), inside)
-    if NESTEROV:
-        v *= tl.full((), ahead, tl.float64).to(v.dtype)
-        v += g
     return v
 
 
@@ -84,8 +81,7 @@ def accumulate(
     tiles: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
-    factor: tl.float64,
-    ahead: tl.float64,
+    momentum: tl.float64,
     rate: tl.float64,
     partials,
     found,
@@ -95,7 +91,6 @@ def accumulate(
     GRADIENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     HAS_VELOCITY: tl.constexpr,
-    NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
     """Add `rate` times a tile's gradient, or its velocity, to its residual, and store the tile's sums and candidates.
@@ -131,7 +126,7 @@ def accumulate(
         finite = tl.abs(g) < float("inf")
         g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
         if HAS_VELOCITY:
-            g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
+            g = _add_to_velocity(g, velocity + start + lanes, inside, momentum)
         x += g * tl.full((), rate, tl.float64).to(dtype)
         not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
         x = clip(x)

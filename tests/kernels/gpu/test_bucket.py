@@ -70,7 +70,7 @@ def test_laws_of_states() -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": MomentumCorrection(0.5)},
-    "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
+    "unmasked": {"momentum": MomentumCorrection(0.5, masking=False)},
     "learning-rate": {"lr_in_residual": True},
     "layers": {"granularity": "layer"},
 }

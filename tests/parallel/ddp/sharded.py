@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_sparse.torch import Clip, LocalUpdates, MiCRO, NoOp, SIDCo, TopK, joined, register
+from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, joined, register
 from horovod_sparse.torch.parameters import local_part
 
 from ..common import (
@@ -240,7 +240,7 @@ _MAKES: dict[str, Callable[[], Any]] = {
     "plain line": lambda: SIDCo(0.05, warmup=2.0, granularity=BUCKET_BYTES),
     "TopK": lambda: TopK(0.02, warmup=None, granularity=BUCKET_BYTES),
     "MiCRO": lambda: MiCRO(0.05, warmup=2.0, granularity=BUCKET_BYTES),
-    "clipped": lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None, granularity=BUCKET_BYTES),
+    "clipped": lambda: TopK(0.02, clip=0.5, warmup=None, granularity=BUCKET_BYTES),
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.tensorflow import Clip, DistributedGradientTape, MiCRO, SIDCo, TopK
+from horovod_sparse.tensorflow import DistributedGradientTape, MiCRO, SIDCo, TopK
 
 from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
@@ -41,7 +41,7 @@ _CASES: dict[str, tuple[MakeCompression, Wrap, bool, bool]] = {
     "momentum-around": (lambda: TopK(0.02, momentum=0.9, warmup=None), _around, False, True),
     "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside, False, False),
     "none-around": (lambda: hvd.Compression.none, _around, False, True),
-    "clipped-inside": (lambda: TopK(0.02, clip=Clip(0.5, "model"), warmup=None), _inside, False, True),
+    "clipped-inside": (lambda: TopK(0.02, clip=0.5, warmup=None), _inside, False, True),
     "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around, False, True),
     "eager": (lambda: TopK(0.02, warmup=None), _around, True, False),
 }

@@ -22,7 +22,7 @@ import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Sender
 from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import SparseAllreduce, Union
-from horovod_sparse.tensorflow import Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
+from horovod_sparse.tensorflow import MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 from tests.harness.stairs import Halving, dense_until
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
@@ -68,11 +68,10 @@ POLICIES: dict[str, MakeCompression] = {
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), warmup=2.0, **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
-    "nesterov": lambda **settings: TopK(
-        0.01, momentum=MomentumCorrection(0.9, nesterov=True, masking=False), exclude=["third"], warmup=None, **settings
+    "unmasked": lambda **settings: TopK(
+        0.01, momentum=MomentumCorrection(0.9, masking=False), exclude=["third"], warmup=None, **settings
     ),
     "clipped": lambda **settings: TopK(0.01, clip=0.5, warmup=None, **settings),
-    "clipped-model": lambda **settings: TopK(0.01, clip=Clip(0.5, "model"), warmup=None, **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
     "slack": lambda **settings: SIDCo(0.01, slack=3.0, warmup=None, **settings),
     "layer": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "layer"}),
