@@ -64,9 +64,11 @@ def check_exchange(name: str, value: object) -> None:
 
 
 def check_granularity(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a number of bytes, "layer" or "model"."""
-    if value not in ("layer", "model") and (type(value) is not int or value < 1):
-        raise ValueError(f"{name} must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got {value!r}")
+    """Raise ValueError unless `value` is a number of bytes, "auto", "layer" or "model"."""
+    if value not in ("auto", "layer", "model") and (type(value) is not int or value < 1):
+        raise ValueError(
+            f"{name} must be 'auto', 'layer', 'model' or the bytes of a bucket, an int >= 1, got {value!r}"
+        )
 
 
 def check_ratio(name: str, value: object) -> None:

@@ -101,7 +101,7 @@ def check_arguments(op: object, average: object, total: object, adasum: object, 
             f"op must be hvd.Average or hvd.Sum with a sparsifier, got {op!r}: entries that a rank did not select are "
             "unknown, not zero; use hvd.Compression.none"
         )
-    if groups is not None and isinstance(c.granularity, str):
+    if groups is not None and c.granularity in ("layer", "model"):
         raise ValueError(
             f"groups= makes every group one bucket, but compression has granularity={c.granularity!r}; "
             "leave granularity or groups= out"

@@ -20,10 +20,17 @@ class Parameter(NamedTuple):
     """Parameters of different kinds (devices, for instance) never share a bucket."""
     group: int | None = None
     """Number of the group in the user's `groups=` argument; each group gets one bucket."""
+    on_device: bool = False
+    """Whether its residual is not in the host's memory."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an entry of its residual."""
+        return 8 if self.residual_dtype == "float64" else 4
 
 
 class Slot(NamedTuple):

@@ -7,10 +7,11 @@ Tested by tests/core/test_layout.py and tests/compressors/test_schedules.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.schedules import ByAge
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.exchange import wire
@@ -19,6 +20,8 @@ from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.exchange.shared import Dense
 
 _DENSE = Dense()
+_BUCKETS_ON_DEVICE, _DEVICE_BUCKET_BYTES = 3, 256 * 2**20
+"""Fewer buckets on a device take fewer launches; the exchange of the first ones overlaps with the backward pass."""
 _LARGE = 2**20
 """Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
 
@@ -87,11 +90,12 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
         ValueError: a parameter alone is too large for its messages.
     """
     buckets: list[list[Parameter]] = []
+    most = _most_bytes(parameters, compressor)
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
     for parameter in reversed(parameters):
         key = (parameter.kind, parameter.residual_dtype, parameter.group)
         members, numel = open_buckets.get(key, ([], 0))
-        if not members or not _fits(numel, parameter, compressor, world):
+        if not members or not _fits(numel, parameter, compressor, world, most[parameter.on_device]):
             members, numel = [], 0
             buckets.append(members)
         members.append(parameter)
@@ -107,17 +111,21 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
     return layouts
 
 
-def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:
-    """Return whether a parameter may join a bucket that has `numel` elements."""
+def _most_bytes(parameters: Sequence[Parameter], compressor: Compressor) -> tuple[float, float]:
+    """Return how many bytes a bucket may have that is filled from several parameters: in the host's memory, on a device."""
+    granularity = compressor.granularity
+    if granularity == "auto":
+        on_device = sum(one.itemsize * one.numel for one in parameters if one.on_device)
+        return BUCKET_BYTES, min(max(on_device / _BUCKETS_ON_DEVICE, BUCKET_BYTES), _DEVICE_BUCKET_BYTES)
+    most = {"layer": 0.0, "model": math.inf}[granularity] if isinstance(granularity, str) else float(granularity)
+    return most, most
+
+
+def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int, most: float) -> bool:
+    """Return whether a parameter may join a bucket that has `numel` elements, and may have `most` bytes."""
     if _excess(numel + parameter.numel, compressor, world) is not None:
         return False
-    most = compressor.granularity
-    if parameter.group is not None or most == "model":
-        return True
-    if most == "layer":
-        return False
-    itemsize = 8 if parameter.residual_dtype == "float64" else 4
-    return itemsize * (numel + parameter.numel) <= most
+    return parameter.group is not None or parameter.itemsize * (numel + parameter.numel) <= most
 
 
 def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int) -> tuple[list[Layout], list[Layout]]:

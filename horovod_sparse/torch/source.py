@@ -169,6 +169,7 @@ class TensorSource(ABC):
                 self.compressor.residual_dtype_of(parameter),
                 str(parameter.device),
                 numbers[groups[parameter]] if groups else None,
+                on_device=not parameter.is_cpu,
             )
             for parameter, name in new.items()
         ]

@@ -46,10 +46,13 @@ class Fixed(Schedule):
 COMMON: list[tuple[dict[str, Any], str]] = [
     (
         {"granularity": "layers"},
-        "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 'layers'",
+        "granularity must be 'auto', 'layer', 'model' or the bytes of a bucket, an int >= 1, got 'layers'",
     ),
-    ({"granularity": 0}, "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 0"),
-    ({"granularity": 2.5}, "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 2.5"),
+    ({"granularity": 0}, "granularity must be 'auto', 'layer', 'model' or the bytes of a bucket, an int >= 1, got 0"),
+    (
+        {"granularity": 2.5},
+        "granularity must be 'auto', 'layer', 'model' or the bytes of a bucket, an int >= 1, got 2.5",
+    ),
     ({"min_numel": -1}, "min_numel must be >= 0, got -1"),
     ({"min_numel": True}, "min_numel must be an int >= 0, got True"),
     ({"exclude": "*.bias"}, "exclude must be a list of patterns such as ['*.bias'], got '*.bias'"),

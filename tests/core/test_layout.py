@@ -53,6 +53,23 @@ def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[P
             assert len(layouts) == len(kinds)
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "buckets"),
+    [(60, [24, 24, 12]), (120, [40, 40, 40]), (480, [160, 160, 160]), (800, [256, 256, 256, 32])],
+)
+def test_buckets_on_a_device_are_larger(mebibytes: int, buckets: list[int]) -> None:
+    """A third of the model, from 25 to 192 MiB. In the host's memory they have up to 25 MiB."""
+    for on_device, expected in (
+        (True, buckets),
+        (False, [24] * (mebibytes // 24) + [mebibytes % 24] * (mebibytes % 24 > 0)),
+    ):
+        parameters = [
+            Parameter(f"p{number}", (2**20,), "float32", "cpu", on_device=on_device) for number in range(mebibytes // 4)
+        ]
+        layouts = layouts_of(parameters, TopK(0.001, warmup=None))
+        assert [layout.numel * 4 // 2**20 for layout in layouts] == expected
+
+
 def test_buckets_fill_from_the_last_parameter() -> None:
     parameters = [Parameter(name, (10,), "float32", "cpu") for name in "abcde"]
     layouts = layouts_of(parameters, TopK(0.1, granularity=80, warmup=None))

@@ -18,6 +18,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.plan import planned
 from horovod_sparse.core.step import Wait
 from horovod_sparse.exchange.protocols import Collective, Named, Reduced
 from horovod_sparse.kernels.gpu.bucket import selector_for
@@ -147,6 +148,27 @@ def test_the_host_waits_once_in_a_step_and_launches_the_same_number(name: str) -
         waits, launches = counted(made(name), world, parameters)
         assert sum(waits.values()) == 1, waits
         assert sum(launches.values()) == BUCKETS * LAUNCHES[name] + LAUNCHES_IN_ALL, launches
+
+
+def block(width: int, inner: int) -> list[tuple[int, ...]]:
+    """The parameters of a layer of a transformer, with their biases."""
+    matrices: list[tuple[int, ...]] = [(3 * width, width), (width, width), (inner, width), (width, inner)]
+    return [*matrices, *((rows,) for rows, _ in matrices), *[(width,)] * 4]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "most"),
+    [
+        ([(50_257, 768), (1024, 768), *block(768, 3072) * 12], 80),
+        ([(32_000, 2048), *block(2048, 8192) * 20], 400),
+    ],
+    ids=["124 M", "1.1 B"],
+)
+def test_a_large_model_takes_few_launches(shapes: list[tuple[int, ...]], most: int) -> None:
+    """By what a bucket takes, with the copies of its tables."""
+    parameters = [Parameter(f"p{n}", shape, "float32", "cuda:0", on_device=True) for n, shape in enumerate(shapes)]
+    buckets, _ = planned(parameters, made("topk"), 8)
+    assert len(buckets) * (max(LAUNCHES.values()) + 2) + LAUNCHES_IN_ALL <= most
 
 
 WAITS = {
