@@ -100,6 +100,7 @@ class Driver(Store):
                 while left:
                     sending, wait = left.popleft()
                     asked = sending.advance(wait())
+                    step.fails |= sending.fails
                     if asked is not None:
                         under_way.append((sending, self._start(step, sending, asked)))
             except Exception:

@@ -52,8 +52,8 @@ class Step:
         """Those of the buckets that a gradient of this step has reached, by bucket, in the order of their first gradients."""
         self.given_up = False
         """Whether this rank gives the step up."""
-        self._fails = False
-        """Whether a gradient beside the buckets, of some rank, is not finite."""
+        self.fails = False
+        """Whether the step is known to fail: a gradient of some rank is not finite."""
         self._bad: list[str] = []
         """This rank's parameters beside the buckets whose gradients are not finite."""
 
@@ -100,19 +100,15 @@ class Step:
 
     def fail(self, names: Sequence[str] = ()) -> None:
         """Let the step fail, as it must on all ranks: gradients of these parameters beside the buckets are not finite."""
-        self._fails = True
+        self.fails = True
         self._bad += names
-
-    @property
-    def fails(self) -> bool:
-        """Whether the step is known to fail: a gradient of some rank is not finite."""
-        return self._fails or any(sending.fails for sending in self.sendings.values())
 
     def advance(self, sending: AnySending, result: Array) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
         asked = sending.advance(result)
         while isinstance(asked, Told):
             asked = sending.advance(self.feedback.ops.told(asked.arrays))
+        self.fails |= sending.fails
         return asked
 
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:

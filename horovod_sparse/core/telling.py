@@ -17,18 +17,18 @@ class Telling:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._asked: list[list[Array]] = []
-        self._answers: list[Answer] = []
+        self._asked: list[Array] = []
+        self._answers: Answer = []
+        """To the first of `_asked`."""
 
     def ask(self, told: Told) -> Callable[[], Answer]:
         """Ask for numbers. Return a function that waits for them."""
-        number = len(self._asked)
-        self._asked.append(told.arrays)
-        return lambda: self._answer(number)
+        first = len(self._asked)
+        self._asked += told.arrays
 
-    def _answer(self, number: int) -> Answer:
-        if number >= len(self._answers):
-            unread = self._asked[len(self._answers) :]
-            numbers = iter(self._ops.told([array for arrays in unread for array in arrays]))
-            self._answers += [[next(numbers) for _ in arrays] for arrays in unread]
-        return self._answers[number]
+        def wait() -> Answer:
+            if len(self._answers) < len(self._asked):
+                self._answers += self._ops.told(self._asked[len(self._answers) :])
+            return self._answers[first : first + len(told.arrays)]
+
+        return wait

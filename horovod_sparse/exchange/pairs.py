@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Sender
-from horovod_sparse.exchange.received import check_result, rows_of
+from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Sender, Told
+from horovod_sparse.exchange.received import OUT_OF_ORDER, check_result, damaged
 
 Values = Literal["float32", "packed"]
 
@@ -44,5 +44,7 @@ class Pairs(Exchange):
         check_result(bucket, gathered, (bucket.world * message.shape[0], *message.shape[1:]), message.dtype)
         if self.values == "packed":
             gathered = bucket.ops.unquantize(gathered, bucket.world, bucket.numel)
-        used = yield from rows_of(bucket, gathered)
-        return None if used is None else Messages(gathered, used)
+        (used,) = yield Told([bucket.ops.rows_in_use(gathered, bucket.world, bucket.numel)])
+        if wire.DAMAGED in used:
+            raise damaged(bucket, f"message of worker {used.index(wire.DAMAGED)}", OUT_OF_ORDER)
+        return None if wire.NOT_FINITE in used else Messages(gathered, used)

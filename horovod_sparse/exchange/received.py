@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender, Told
 from horovod_sparse.ops.protocol import Array
 
 OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
-
-
-def rows_of(bucket: Sender, messages: Array) -> Generator[Told, Any, list[int] | None]:
-    """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    (rows,) = yield Told([bucket.ops.rows_in_use(messages, bucket.world, bucket.numel)])
-    if wire.DAMAGED in rows:
-        raise damaged(bucket, f"message of worker {rows.index(wire.DAMAGED)}", OUT_OF_ORDER)
-    return None if wire.NOT_FINITE in rows else [int(one) for one in rows]
 
 
 def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:

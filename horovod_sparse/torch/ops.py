@@ -131,12 +131,19 @@ class TorchOps(Ops):
         return torch.isfinite(array).all().view(1)
 
     def told(self, arrays: Sequence[Tensor]) -> list[list[Any]]:
-        away: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for array in arrays:
-            if not on_host(array):
-                away[array.device].append(array.double())
-        numbers = {place: iter(torch.cat(wide).tolist()) for place, wide in away.items()}
-        return [array.tolist() if on_host(array) else [*islice(numbers[array.device], len(array))] for array in arrays]
+        numbers: list[list[Any]] = []
+        away: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
+        for place, array in enumerate(arrays):
+            numbers.append(array.tolist() if on_host(array) else [])
+            if not numbers[-1]:
+                away[array.device].append((place, array))
+        for some in away.values():
+            # The host waits here.
+            read = iter(torch.cat([array.double() for _, array in some]).tolist())
+            for place, array in some:
+                kind = float if array.is_floating_point() else int
+                numbers[place] = [kind(one) for one in islice(read, len(array))]
+        return numbers
 
     def norm(self, x: Tensor) -> float:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
