@@ -10,6 +10,7 @@ Tested by tests/parallel/tf/tape.py.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,9 @@ Variable = Any
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many sources have agreed so far, by process set: the number of the next one, on all ranks. One that a single rank has
 made does not count. The key includes the ranks because Horovod gives the number of a removed set to the next one."""
+_made: Counter[str] = Counter()
+"""How many compressors have begun to serve tapes, by their settings."""
+_SUSPICIOUS = 10
 
 
 class VariableSource:
@@ -251,6 +255,14 @@ def source_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared:
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.source
     if not (shared and isinstance(bound, VariableSource) and bound.shared):
+        if shared:
+            _made[repr(compressor)] += 1
+            if compressor.residual and _made[repr(compressor)] == _SUSPICIOUS:
+                warnings.warn(
+                    f"horovod_sparse: {compressor!r} is number {_SUSPICIOUS} that serves tapes with these settings; if every "
+                    "step makes a compressor, its residual is lost: make the compressor once, outside of the step",
+                    stacklevel=1,
+                )
         return VariableSource(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound
