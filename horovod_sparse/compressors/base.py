@@ -49,9 +49,9 @@ class Compressor(ABC):
         ratio: fraction of a bucket's entries to send when training has begun, in (0, 1], or a `Schedule` of it (see
             `schedules.Schedule`); k = max(1, floor(ratio * numel)).
         granularity: what one selection is made from: a bucket, whose residual has at most this number of bytes, >= 1 (a
-            larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything). "auto" is
-            25 MiB in the host's memory. On a device it is a third of the model, at least 25 and at most 256 MiB, since
-            the time to launch kernels grows with the number of buckets.
+            larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything). With
+            "auto" it has up to 25 MiB in the host's memory. On a device it has a third of the model, between 25 and 256
+            MiB, since the time to launch kernels grows with the number of buckets.
         min_numel: parameters with fewer elements are reduced dense, >= 0.
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). While the messages
