@@ -176,7 +176,7 @@ WAITS = {
     "randomk": 1,
     "randomblock": 1,
     "topk-union": 8,
-    "dgc": 6,
+    "dgc": 8,
     "micro": 6,
     "redsync": 7,
     "gaussiank": 9,
