@@ -13,7 +13,7 @@ import torch
 from horovod.torch import optimizer as horovod_optimizer
 from torch import nn
 
-from horovod_sparse.core.step import Step
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, Union, seam
 
 from .common import (
@@ -483,7 +483,7 @@ def after_an_exception_while_it_waits_a_compression_refuses_to_go_on(resets: boo
     optimizer = wrap(model, compression)
     train(model, optimizer, range(3))
     state = compression.state_dict()
-    with patch.object(Step, "advance", side_effect=_StoppedError):
+    with patch.object(Sending, "advance", side_effect=_StoppedError):
         raised(_StoppedError, lambda: train(model, optimizer, [3]))
     for _ in range(2):
         text = raised(RuntimeError, lambda: train(model, optimizer, [4]))
