@@ -37,20 +37,20 @@ def install() -> None:
     """Extend stock Horovod; a second call does nothing."""
     check_release(horovod.__version__)
     for name, extend in _EXTENSIONS.items():
-        _replace(OPTIMIZER, name, extend)
-    _replace(ADASUM, "__init__", _refuse_adasum)
+        _extend(OPTIMIZER, name, extend)
+    _extend(ADASUM, "__init__", _refuse_adasum)
     for module in (horovod_optimizer, horovod_torch):
-        _replace(module, "DistributedOptimizer", _distributed_optimizer)
-    _replace(TorchState, "reset", _reset)
+        _extend(module, "DistributedOptimizer", _distributed_optimizer)
+    _extend(TorchState, "reset", _reset)
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     # All names of `hvd.join` end here, also those that were imported before.
-    _replace(mpi_ops.mpi_lib, "horovod_torch_join", _join)
+    _extend(mpi_ops.mpi_lib, "horovod_torch_join", _join)
 
 
 Method = Callable[..., Any]
 
 
-def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
+def _extend(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     stock = vars(cls).get(name)
     method = extend(stock)
     setattr(cls, name, method if stock is None else functools.wraps(stock)(method))

@@ -92,7 +92,7 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
         make_worker(ORACLE, make(0.05, seed=rank, warmup=None), {"p": (1000,)}, world=2, position=rank)
         for rank in range(2)
     ]
-    with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
+    with pytest.raises(RuntimeError, match=r"^rank 0: .* bucket 'p'"):
         take_step(ORACLE, workers, 2 * [{"p": np.ones(1000, np.float32)}])
 
 

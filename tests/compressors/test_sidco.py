@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.special import gammaln
 
-from horovod_sparse.compressors import sidco
-from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
+from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo, SIDCoState
+from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController
 from horovod_sparse.numpy.ops import NumpyOps
 from tests.harness.table import KINDS, Backend, gradients, on_every_backend
@@ -20,9 +20,11 @@ SIZE = 1_000_000
 
 
 def estimate(x: np.ndarray, ratio: float, stages: int, distribution: Any, adapt: Any = "robust") -> float:
-    """The fitted threshold alone, before any safeguard."""
+    """The threshold of a first step, which fits all stages."""
     compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt, warmup=None)
-    return compressor._all_stages(OPS, x, OPS.measure(x), compressor.target_count(x.size), stages)[0]
+    state = compressor.new_state()
+    compressor.select(OPS, x, compressor.target_count(x.size), x.size, state)
+    return state.threshold
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +118,18 @@ def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(
     distribution: Any, parts: dict[float, int], k: int, stage: int, found: int
 ) -> None:
     x = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
-    compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution, warmup=None), OPS.measure(x)
-    first = compressor._first_fit(OPS.measure(x, 0.0, with_log=True), sidco.FIRST_RATIO)
-    threshold = compressor._all_stages(OPS, x, sums, k, 3)[0]
-    assert np.count_nonzero(x > threshold) == found
-    assert (threshold == pytest.approx(first)) == (stage == 1)
+    compressor, sums = (
+        SIDCo(k / x.size, stages=3, distribution=distribution, warmup=None),
+        OPS.measure(x, with_log=True),
+    )
+    first = {
+        "exponential": fits.exponential(sums.mean, FIRST_RATIO),
+        "gamma": fits.gamma(sums.mean, sums.mean_log, FIRST_RATIO),
+        "gpareto": fits.generalized_pareto(sums.mean, sums.variance, FIRST_RATIO),
+    }
+    state = compressor.new_state()
+    assert compressor.select(OPS, x, k, x.size, state).found == found
+    assert (state.threshold == pytest.approx(first[distribution])) == (stage == 1)
 
 
 def test_zeros_do_not_take_part_in_the_fit() -> None:

@@ -20,5 +20,5 @@ def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
     take_step(backend, workers, given)
     assert all(bucket.stage.is_dense for bucket in buckets)
     buckets[1].state.step += 1
-    with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
+    with pytest.raises(RuntimeError, match=r"^rank 0: .* bucket 'p'"):
         take_step(backend, workers, given)

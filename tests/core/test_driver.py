@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,14 @@ from horovod_sparse.compressors import TopK
 from horovod_sparse.core.driver import Driver, log_start
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
-from horovod_sparse.core.step import Wait
-from horovod_sparse.exchange.protocols import Collective, Named
 from horovod_sparse.numpy.ops import NumpyOps
+from tests.harness.alone import Alone
 from tests.harness.table import ORACLE
 from tests.harness.workers import make_worker
 
 SIZES = {"first": 400, "bias": 3, "second": 700, "third": 500, "scale": 5, "last": 300}
 """Of the parameters, in the order of the model: two are reduced dense, together."""
 GRADIENTS = {name: np.full(size, 2.0, np.float32) for name, size in SIZES.items()}
-
-
-class Alone:
-    world, position, rank = 1, 0, 0
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def start(self, collective: Collective, name: str = "", bucket: Named | None = None) -> Wait:
-        self.started.append(name)
-        return lambda: collective.message
-
-    def everyone(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def made(names: Any = SIZES, later: Any = (), state: dict[str, Any] | None = None) -> tuple[Driver, Alone]:
@@ -96,7 +82,7 @@ def test_the_state_of_parameters_that_come_later_waits_for_them() -> None:
     resumed.extend([Parameter("third", (500,), "float32", "cpu")], GRADIENTS, later=SIZES)
     np.testing.assert_array_equal(resumed.feedback.residuals.views["third"], state["residuals"]["third"])
     np.testing.assert_equal(resumed.state_dict(), state)
-    with pytest.raises(ValueError, match=r"the state that was loaded does not fit.*unexpected: \['last', 'third'\]"):
+    with pytest.raises(ValueError, match=r"unexpected: \['last', 'third'\]"):
         made(early, state=state)
 
 
@@ -106,12 +92,25 @@ def test_a_step_that_an_exception_has_left_has_never_been() -> None:
     kept = driver.state_dict()
     driver.begin()
     driver.add("first", GRADIENTS["first"])
-    with pytest.raises(RuntimeError, match="'first' arrived twice"):
+    with pytest.raises(RuntimeError, match="'first'"):
         driver.add("first", GRADIENTS["first"])
     driver.begin()
     assert driver.feedback is not None
     for name, residual in kept["residuals"].items():
         np.testing.assert_allclose(driver.feedback.residuals.views[name], residual, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load", "rescale", "reset"])
+def test_a_step_that_has_begun_is_given_up_before_anything_is_done_with_the_state(call: str) -> None:
+    driver, _ = made()
+    run(driver, SIZES)
+    state = driver.state_dict()
+    driver.begin()
+    driver.add("first", GRADIENTS["first"])
+    arguments: dict[str, tuple[Any, ...]] = {"load": (state,), "rescale": (2.0,)}
+    getattr(driver, call)(*arguments.get(call, ()))
+    assert driver.step is None
+    run(driver, SIZES)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,9 @@ def test_an_exchange_that_sends_more_than_dense_is_warned_of(
 ) -> None:
     compressor = TopK(0.1, **{"warmup": None, **settings})
     log_start(make_worker(ORACLE, compressor, {"p": (100, 100)}, world=world), "none")
-    told = [f"{compressor!r} with {world} workers sends {times} times as many bytes as a dense allreduce of float32"]
-    assert [text.partition(";")[0] for text in caplog.messages] == (told if times else [])
+    told = [rf"{re.escape(repr(compressor))} .*\b{world} workers .*\b{times} times"] if times else []
+    assert len(caplog.messages) == len(told)
+    assert all(re.search(one, text) for one, text in zip(told, caplog.messages, strict=True))
 
 
 def test_the_first_line_of_the_log_ends_with_advice(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,16 +126,16 @@ def other_step(state: State) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (dict.clear, r"states\[1\] must have version \d+, got None; another release, or not a compressor, saved it"),
+        (dict.clear, r"^states\[1\] must have version \d+, got None"),
         (
             other_model,
-            r"residuals of the same parameters, .* but states\[0\] and states\[1\] differ in \['weight'\]; give",
+            r"^states must .* states\[0\] and states\[1\] .*'weight'",
         ),
         (
             other_algorithm,
-            r"of the same algorithm, but states\[0\] keeps \[.*\] of 'weight', and states\[1\] \['step'\]; give",
+            r"^states must .* states\[0\] .*\[.*\] .*'weight', .* states\[1\] \['step'\]",
         ),
-        (other_step, r"of the same step, but 'weight' has made 4 steps in states\[0\] and 3 in states\[1\]; give"),
+        (other_step, r"^states must .*'weight' .*\b4 .* states\[0\] .*\b3 .* states\[1\]"),
     ],
 )
 def test_states_of_other_runs_are_refused(damage: Callable[[State], None], message: str) -> None:

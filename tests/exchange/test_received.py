@@ -44,7 +44,7 @@ def test_triton_finds_what_is_damaged_and_writes_within_bounds(numel: int) -> No
                 lambda messages=messages: assemble([(0, target)], messages, WORLD, 1.0),
                 lambda messages=messages: rows_in_use(messages, WORLD, numel),
             ):
-                with pytest.raises(ValueError, match="equal parts"):
+                with pytest.raises(ValueError, match=f"must have {WORLD} equal parts, got {len(messages)} rows"):
                     call()
             continue
         used = rows_in_use(messages, WORLD, numel).tolist()

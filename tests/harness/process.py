@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_from(module: ModuleType, found: Any) -> bool:
+    """Whether this is a function that a module defines."""
+    return inspect.isfunction(found) and found.__code__.co_filename == module.__file__
 
 
 def python(

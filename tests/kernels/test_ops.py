@@ -20,7 +20,7 @@ from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Moving, Sums
-from tests.harness.process import python
+from tests.harness.backend import noted
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -104,7 +104,8 @@ def accumulate(
     tracked.begin(hints)
     (not_finite,) = tracked.add([(0, gradient)], moving, rate)
     extent = tracked.extent(residual)
-    return Taken(not_finite, tracked._sums, tracked.above, (extent.count, extent.largest))
+    sums = noted(ops, tracked, "measure", residual)
+    return Taken(not_finite, sums, tracked.above, (extent.count, extent.largest))
 
 
 def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
@@ -300,10 +301,13 @@ def test_counts_and_selections(size: int, dtype: type[np.floating]) -> None:
     ops = CompiledOps(3)
     for x in (sample(size, dtype), sample(size, dtype, infinite=True).copy()):
         # Threads do not care for the threshold.
-        for threshold in THRESHOLDS if size != LARGE else (0.5, 3.0):
+        for threshold in THRESHOLDS if size != LARGE else (0.5,):
             count = ORACLE.measure(x, threshold).count
             # With less room for indices than there are entries above the threshold, a second pass is made.
-            for capacity in {1, 5, max(count // 17, 1), max(count // 16, 1), max(count - 1, 1), count + 1, size + 1}:
+            capacities = {max(count // 17, 1), max(count // 16, 1), count + 1}
+            if size != LARGE:
+                capacities |= {1, 5, max(count - 1, 1), size + 1}
+            for capacity in capacities:
                 selection, same = (o.select_above(x, threshold, capacity) for o in (ops, ORACLE))
                 assert selection.found == count
                 np.testing.assert_array_equal(selection.indices, same.indices, strict=True)
@@ -347,13 +351,13 @@ def test_messages_whose_indices_do_not_ascend_change_nothing(dtype: type[np.floa
     for wrong in ([3, 2], [3, 3], [0, 1, 8, 7]):
         messages = np.full((8, 2), 1, np.int32)
         messages[4 : 4 + len(wrong), 0] = wrong
-        with pytest.raises(IndexError, match="ascending"):
+        with pytest.raises(IndexError, match="indices must be ascending"):
             ONE.assemble([(0, target)], messages, [1, len(wrong)], 1.0)
     with pytest.raises(ValueError, match=r"used must be within \[0, 4\], got \[1, 5\]"):
         ONE.assemble([(0, target)], messages, [1, 5], 1.0)
-    with pytest.raises(ValueError, match="messages must be 3 of the same length"):
+    with pytest.raises(ValueError, match=r"messages must be 3 .*, got "):
         ONE.assemble([(0, target)], messages, [1, 1, 1], 1.0)
-    with pytest.raises(ValueError, match="messages must be 3 of the same length"):
+    with pytest.raises(ValueError, match=r"messages must be 3 .*, got "):
         ONE.rows_in_use(messages, 3, 9)
     assert target.tolist() == [1] * 9
 
@@ -405,55 +409,3 @@ def test_a_read_only_array_is_not_written_to() -> None:
             write()
     assert (target == 1).all() and (other == 1).all()
     assert ONE.accumulate(other, [(0, target)]) == [0], "a gradient is only read"
-
-
-IN_THREADS = """
-import hashlib, os, sys
-import numpy as np
-from horovod_sparse.kernels import available, lib
-from horovod_sparse.numpy.compiled import CompiledOps
-assert available()
-if sys.argv[1] == "openmp":
-    import torch
-assert lib.hs_share_threads() == (sys.argv[1] == "openmp")
-x = np.random.default_rng(0).laplace(size=2**20 + 77).astype(np.float32)
-residual, before = x.copy(), len(os.listdir("/proc/self/task"))
-ops = CompiledOps(4)
-ops.accumulate(residual, [(0, x)])
-found = ops.select_above(residual, 3.0, 10**6).indices
-print(len(os.listdir("/proc/self/task")) - before)
-print(hashlib.sha256(residual.tobytes() + found.tobytes()).hexdigest(), ops.measure(residual))
-"""
-
-
-def test_threads_of_openmp_find_the_same_bits_as_threads_of_our_own() -> None:
-    """PyTorch's threads are there after the work, ours are not."""
-    pytest.importorskip("torch")
-    done = [python("-c", IN_THREADS, kind, OMP_NUM_THREADS="4") for kind in ("own", "openmp")]
-    assert [one.returncode for one in done] == [0, 0], done
-    own, openmp = (one.stdout.splitlines() for one in done)
-    assert own[0] == "0" and int(openmp[0]) > 0
-    assert own[1] == openmp[1]
-
-
-IN_A_CHILD = """
-import os, sys
-import numpy as np
-import torch
-from horovod_sparse.kernels import available, lib
-from horovod_sparse.numpy.compiled import CompiledOps
-assert available() and lib.hs_share_threads()
-x, ops = np.zeros(2**20, np.float32), CompiledOps(4)
-assert ops.measure(x, 1.0).count == 0
-child = os.fork()
-if child == 0:
-    os._exit(0 if ops.measure(x, 1.0).count == 0 and not lib.hs_share_threads() else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    """Those of the OpenMP runtime are not there: it would wait for them forever."""
-    pytest.importorskip("torch")
-    done = python("-c", IN_A_CHILD, limit=60, OMP_NUM_THREADS="4")
-    assert done.returncode == 0, done

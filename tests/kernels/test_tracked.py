@@ -15,6 +15,7 @@ from horovod_sparse.compressors import DGC, GaussianK, RedSync, SIDCo, TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above, Cached
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints
+from tests.harness.backend import noted
 from tests.harness.table import BACKENDS, Backend, gradients
 from tests.harness.workers import end_step, exchange, make_worker, send, take_step
 
@@ -66,7 +67,8 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
             assert tracked.add([(begin, backend.array(x[begin:end]))]) == [0]
     expected, extent, measured = above(x, 0.3), tracked.extent(buffer), OPS.measure(backend.numpy(buffer))
     assert (extent.count, extent.largest) == (measured.count, measured.largest)
-    assert tracked._sums == (OPS.measure(x) if sums and left_out is None else None)
+    known = noted(backend.ops, tracked, "measure", buffer)
+    assert known == (OPS.measure(x) if sums and left_out is None else None)
     if left_out is not None or len(expected.indices) > room or room == 0:
         assert tracked.above is None
     if tracked.above is not None:
@@ -75,7 +77,8 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     if x.size:
         check_answers(backend, tracked, buffer, data.draw(st.sampled_from([0.1, 0.3, 0.4, 1.0])), x.size)
     tracked.forget()
-    assert tracked._extent is tracked._sums is tracked.above is None
+    assert tracked.above is None
+    assert all(noted(backend.ops, tracked, question, buffer) is None for question in ("extent", "measure"))
 
 
 def check_answers(backend: Backend, tracked: Any, buffer: Any, threshold: float, size: int) -> None:
@@ -139,9 +142,6 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         assert worker.arrive("p", backend.array(gradients("laplace", 5000, rng))) is None
         if step == 3:
             worker.rescale(0.01)
-            # Not the sums either, which this compressor does not ask for.
-            tracked: Any = worker.buckets[0].tracked
-            assert tracked._notes is None
         bucket = worker.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices
@@ -149,6 +149,19 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         end_step(worker)
         sent = [slot.offset + entries[0] for slot in bucket.layout.slots for entries in parts[slot.name] or []]
         assert np.concatenate(sent).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+def test_what_was_noted_of_a_residual_that_was_rescaled_is_forgotten(backend: Backend) -> None:
+    rng = np.random.default_rng(3)
+    worker = make_worker(backend, SIDCo(0.01, warmup=None), {"p": (5000,), "q": (5000,)})
+    for rescales in (False, True):
+        worker.arrive("p", backend.array(gradients("laplace", 5000, rng)))
+        if rescales:
+            worker.rescale(0.01)
+        worker.arrive("q", backend.array(gradients("laplace", 5000, rng)))
+        (bucket,) = worker.buckets
+        assert (noted(backend.ops, bucket.tracked, "extent", bucket.buffer) is None) == rescales
 
 
 @pytest.mark.parametrize("backend", COMPILED, ids=str)

@@ -60,7 +60,7 @@ def test_types_are_kept(dtype: Any) -> None:
 
 def test_what_is_refused() -> None:
     compressor: Any = TopK
-    with pytest.raises(TypeError, match=r"compression must be a compressor of horovod_sparse\.numpy"):
+    with pytest.raises(TypeError, match=r"compression must be .*horovod_sparse\.numpy.* TopK\("):
         SparseAllreduce(None, compressor)
     reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
@@ -72,13 +72,13 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"gradients must be a mapping of names to arrays, .* got list"):
         reduce(listed)
     state = SparseAllreduce(None, TopK(0.1, warmup=None)).state_dict()
-    with pytest.raises(TypeError, match="gradients must be given before the first call"):
+    with pytest.raises(TypeError, match=r"gradients must be given .*, got None: load_state_dict\(state, "):
         reduce.load_state_dict(state)
     with pytest.raises(TypeError, match=r"gradients must be a mapping of names to arrays, .* got list"):
         reduce.load_state_dict(state, listed)
     reduce(local(0))
     for other in ({"weight": np.ones(3)}, {**local(0), "bias": np.ones(8, np.float32)}, local(0, np.float64)):
-        with pytest.raises(ValueError, match="gradients must be like those of the first call"):
+        with pytest.raises(ValueError, match=r"gradients must .*, got {'weight': \(\("):
             reduce(other)
     reduce(local(1))
 
@@ -96,8 +96,11 @@ def test_a_state_that_is_refused_before_the_first_call_fixes_nothing() -> None:
     source(local(0))
     good = source.state_dict()
     reduce, other = (SparseAllreduce(None, DGC(0.05, momentum=0.9, warmup=None)) for _ in range(2))
-    for bad in ({**good, "adaptive": None}, {**good, "velocities": {}}):
-        with pytest.raises(ValueError, match=r"state|velocities"):
+    for bad, named in (
+        ({**good, "adaptive": None}, r"state\['adaptive'\]"),
+        ({**good, "velocities": {}}, "velocities"),
+    ):
+        with pytest.raises(ValueError, match=f"{named} must be"):
             reduce.load_state_dict(bad, local(0))
     given = {"another": np.arange(2000.0)}
     np.testing.assert_array_equal(reduce(given)["another"], other(given)["another"])
@@ -145,24 +148,24 @@ def test_workers_that_differ_in_their_exchange_are_told(exchange: Exchange) -> N
         mine: Any = exchange if comm.Get_rank() == 0 else None
         reduce = SparseAllreduce(comm, TopK(0.1, exchange=mine, warmup=None))
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"worker \d of its group differs \(mine, theirs\): {'compression': "):
+            with pytest.raises(ValueError, match=r"worker \d .*'compression': .*exchange="):
                 reduce(local(0))
 
     assert run(2, work) == [None, None]
 
 
-WRONG: dict[str, tuple[type[Exception], Callable[[dict[str, np.ndarray]], Any]]] = {
-    "shape": (ValueError, lambda given: {**given, "bias": np.ones(8, np.float32)}),
-    "names": (ValueError, lambda given: {"weight": given["weight"]}),
-    "type": (TypeError, lambda given: {**given, "kernel": np.ones(500, np.int64)}),
-    "mapping": (TypeError, lambda given: [*given.values()]),
+WRONG: dict[str, tuple[type[Exception], str, Callable[[dict[str, np.ndarray]], Any]]] = {
+    "shape": (ValueError, "gradients", lambda given: {**given, "bias": np.ones(8, np.float32)}),
+    "names": (ValueError, "gradients", lambda given: {"weight": given["weight"]}),
+    "type": (TypeError, r"gradients\['kernel'\]", lambda given: {**given, "kernel": np.ones(500, np.int64)}),
+    "mapping": (TypeError, "gradients", lambda given: [*given.values()]),
 }
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("error", "spoil"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("error", "named", "spoil"), WRONG.values(), ids=WRONG)
 def test_a_call_that_raises_on_some_workers_raises_on_all_which_go_on(
-    name: str, error: type[Exception], spoil: Callable[[dict[str, np.ndarray]], Any]
+    name: str, error: type[Exception], named: str, spoil: Callable[[dict[str, np.ndarray]], Any]
 ) -> None:
     """The others are told who it is. Nothing of the call is left on any."""
 
@@ -172,10 +175,10 @@ def test_a_call_that_raises_on_some_workers_raises_on_all_which_go_on(
         reduce(of_rank(0, rank))
         before = reduce.state_dict()
         if rank in wrong:
-            with pytest.raises(error, match="must be"):
+            with pytest.raises(error, match=f"^{named} must be"):
                 reduce(spoil(of_rank(1, rank)))
         else:
-            with pytest.raises(RuntimeError, match=f"rank {rank}: rank {wrong[0]} has given up this step"):
+            with pytest.raises(RuntimeError, match=f"^rank {rank}: rank {wrong[0]} "):
                 reduce(of_rank(1, rank))
         after = reduce.state_dict()
         assert after["adaptive"] == before["adaptive"] and reduce.steps == 1
@@ -194,9 +197,8 @@ def test_a_learning_rate_that_is_refused_on_one_worker_gives_the_step_up_on_all(
         rank = comm.Get_rank()
         reduce = SparseAllreduce(comm, SIDCo(0.1, lr_in_residual=True, granularity="layer", warmup=None))
         reduce(of_rank(0, rank), learning_rate=0.1)
-        with pytest.raises(
-            RuntimeError if rank else ValueError, match="rank 0 has given up" if rank else "must be 0, or"
-        ):
+        error, text = (RuntimeError, "rank 0 ") if rank else (ValueError, "learning rate of parameter .* got nan")
+        with pytest.raises(error, match=text):
             reduce(of_rank(1, rank), learning_rate=0.1 if rank else np.nan)
         return reduce(of_rank(2, rank), learning_rate=0.1)
 
@@ -216,7 +218,7 @@ def test_a_gradient_that_is_not_finite_comes_out_as_nan_on_all_workers(name: str
         assert np.isnan(reduced["kernel"]).all() and np.isfinite(reduced["bias"]).all() and reduce.steps == 1
         return reduce(of_rank(2, rank))
 
-    with pytest.warns(UserWarning, match="the gradient of 'kernel' on rank 1 holds NaN or infinity"):
+    with pytest.warns(UserWarning, match="'kernel' on rank 1"):
         check_alike(run(3, work))
 
 
@@ -235,7 +237,7 @@ def test_after_an_exception_within_an_exchange_a_worker_refuses_to_go_on(
             reduce(local(1))
     assert reduce.driver.feedback is not None and reduce.driver.feedback.is_broken
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"an exchange has ended by an exception before.*compression\.reset\(\)"):
+        with pytest.raises(RuntimeError, match=r"compression\.reset\(\)"):
             reduce(local(1))
     for one in (reduce, other):
         one.load_state_dict(saved) if go_on == "load_state_dict" else one.reset()

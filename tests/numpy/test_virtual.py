@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -96,7 +97,7 @@ def test_other_types_units_and_sums(exchange: Exchange | None) -> None:
 
 def test_the_worker_with_the_bad_gradient_is_named() -> None:
     workers = VirtualWorkers(WORLD, TopK(0.1, warmup=None))
-    with pytest.warns(UserWarning, match="rank 2: the gradient of 'kernel' on rank 2 holds NaN") as caught:
+    with pytest.warns(UserWarning, match="rank 2: .*'kernel' on rank 2") as caught:
         reduced = workers(gradients(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -132,22 +133,24 @@ def test_what_concerns_all_workers_is_said_once(caplog: pytest.LogCaptureFixture
     assert [str(one.message)[:15] for one in caught] == ["horovod_sparse:"]
     start, dense = caplog.messages
     assert start == f"SIDCo 0.5: 1 buckets, 300 entries, 0 parameters dense, kernels {kernels.variant()}"
-    assert "with 4 workers sends 2.0 times as many bytes as a dense allreduce" in dense
+    assert re.search(r"SIDCo\(ratio=0\.5.* 4 workers .* 2\.0 times", dense)
 
 
 def test_what_is_refused() -> None:
     compressor: Any = TopK
-    with pytest.raises(TypeError, match=r"compression must be a compressor of horovod_sparse\.numpy"):
+    with pytest.raises(TypeError, match=r"compression must be .*horovod_sparse\.numpy.* TopK\("):
         VirtualWorkers(2, compressor)
     for number in (0, 2.0):
-        with pytest.raises((ValueError, TypeError), match="number must be"):
+        with pytest.raises((ValueError, TypeError), match=f"number must be .*>= 1, got {number}"):
             VirtualWorkers(number, TopK(0.1))  # type: ignore[arg-type]
     workers = VirtualWorkers(2, TopK(0.1))
     for shape in ((3, 4), ()):
-        with pytest.raises(ValueError, match=r"gradients\['w'\] must have one gradient for each of 2 workers"):
+        with pytest.raises(
+            ValueError, match=rf"gradients\['w'\] must have .* 2 workers .* {re.escape(str(shape))}; np\.stack"
+        ):
             workers({"w": np.ones(shape)})
-    with pytest.raises(TypeError, match=r"gradients\['w'\] must be floating point"):
+    with pytest.raises(TypeError, match=r"gradients\['w'\] must be floating point.* int64"):
         workers({"w": np.ones((2, 300), int)})
     workers({"w": np.ones((2, 300))})
-    with pytest.raises(ValueError, match="gradients must be like those of the first call"):
+    with pytest.raises(ValueError, match=r"gradients must .*'w': .*2, 300\).*, got .*'w': .*2, 301\)"):
         workers({"w": np.ones((2, 301))})

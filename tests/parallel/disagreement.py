@@ -55,7 +55,7 @@ def a_state_of_another_step_on_one_rank_raises_on_all(make: MakeCompression, beh
     if hvd.rank() in behind:
         compression.load_state_dict(state)
     message = raised(RuntimeError, lambda: train(model, optimizer, range(3, 4)))
-    assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
+    assert message.startswith(f"rank {hvd.rank()}: ") and "weight'" in message, message
     ends: list[list[torch.Tensor]] = []
     for _ in range(2):
         compression.load_state_dict(state)
@@ -86,7 +86,7 @@ def a_damaged_message_raises_on_all() -> None:
 
     with patch.object(Collectives, "start", damaged):
         message = raised(RuntimeError, lambda: train(model, optimizer, [2]))
-    assert f"rank {hvd.rank()}: the message of worker 1 for bucket" in message and "is damaged" in message, message
+    assert message.startswith(f"rank {hvd.rank()}: ") and " worker 1 " in message and "weight'" in message, message
     compression.reset()
     train(model, optimizer, range(3, 5))
     assert_identical(model)
@@ -103,5 +103,5 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
         texts = warned(lambda model=model: train(model, wrap(model, TopK(0.01, warmup=None)), range(2)))
         assert len(texts) == len(names), texts
         for text, name in zip(texts, names, strict=True):
-            assert f"8 of 8 parameters, such as {name!r}, have other values here than on worker" in text, text
-            assert "call hvd.broadcast_parameters first" in text, text
+            assert "8 of 8 parameters" in text and repr(name) in text, text
+            assert "hvd.broadcast_parameters" in text, text

@@ -61,8 +61,8 @@ class Trainings:
 
     @property
     def objects(self) -> dict[str, Any]:
-        models = {f"{name}_model": model for name, model in self.models.items()}
-        return models | {f"{name}_optimizer": optimizer for name, optimizer in self.optimizers.items()}
+        models = {f"model_{name}": model for name, model in self.models.items()}
+        return models | {f"optimizer_{name}": optimizer for name, optimizer in self.optimizers.items()}
 
     def train(self, step: int) -> None:
         for name, optimizer in self.optimizers.items():

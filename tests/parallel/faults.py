@@ -14,12 +14,13 @@ import torch
 
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.torch import SIDCo, horovod
+from horovod_sparse.torch.exchange import Collectives
 
 from .common import BUCKET_BYTES, loss_of, small_model, wrap
 from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, before, wait_for
 
 CALLS: dict[str, tuple[Any, str]] = {
-    "exchange": (Driver, "_start"),
+    "exchange": (Collectives, "start"),
     "agreement": (horovod, "description"),
     # Horovod's optimizer calls it when gradients have been reduced.
     "optimizer": (torch.optim.SGD, "step"),

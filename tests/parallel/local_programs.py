@@ -22,6 +22,7 @@ from horovod_sparse.contrib.torch_workers import transport_of
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch import LocalUpdates, SIDCo
 from horovod_sparse.torch.parameters import local_part
+from horovod_sparse.torch.source import TensorSource
 
 from .common import DEVICE, assert_close, assert_identical, digest, everyone, hvd, raised
 from .programs.table import CLASSES, FEATURES, inputs_of, net
@@ -411,7 +412,9 @@ class Checked(LocalUpdates):
     def check(self) -> None:
         with self.shared():
             mine = digest(local_part(one) for group in self.param_groups for one in group["params"])
-        theirs = self._rounds._transport.everyone(mine)
+        source = self.compression.source
+        assert isinstance(source, TensorSource)
+        theirs = source.driver.transport.everyone(mine)
         assert len({*theirs}) == 1, theirs
 
 

@@ -101,7 +101,7 @@ def numpy_workers_that_differ_all_raise() -> None:
 
     another, arrays = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(Halving(0.5, 0.1))), np.ones(1000 + hvd.rank())
     message = raised(ValueError, lambda: another.load_state_dict(state, {"weight": arrays}))
-    assert "all ranks must run the same model" in message
+    assert f"({1000 + hvd.rank()},)" in message, message
 
     # The order of a dictionary is not the order of the collectives.
     names = ["a", "b", "c"] if hvd.rank() == 0 else ["c", "b", "a"]
@@ -115,7 +115,7 @@ def numpy_workers_that_differ_all_raise() -> None:
     gradients = {"weight": np.ones(1000), "small": np.full(3, np.inf if hvd.rank() == 1 else 1.0)}
     reduced = {}
     (text,) = warned(lambda: reduced.update(sparse_allreduce(gradients)))
-    assert f"rank {hvd.rank()}: the gradient of 'small' on rank 1 holds NaN or infinity" in text
+    assert f"rank {hvd.rank()}: " in text and "'small' on rank 1" in text
     assert not np.isfinite(reduced["small"]).any() and np.isfinite(reduced["weight"]).all()
     total = sparse_allreduce({"weight": np.ones(1000), "small": np.ones(3)})
     np.testing.assert_array_equal(total["small"], hvd.size() * np.ones(3))
@@ -136,7 +136,7 @@ def a_numpy_worker_that_raises_gives_the_call_up_for_all() -> None:
         if step in (2, 3):
             wrong = {**local, "second": np.zeros(5)} if hvd.rank() == 1 else local
             message = raised(ValueError if hvd.rank() == 1 else RuntimeError, lambda wrong=wrong: disturbed(wrong))
-            assert hvd.rank() == 1 or "rank 1 has given up this step" in message, message
+            assert hvd.rank() == 1 or f"rank {hvd.rank()}: rank 1 " in message, message
         expected, found = plain(local), disturbed(local)
         for name in shapes:
             np.testing.assert_array_equal(found[name], expected[name])
@@ -186,7 +186,7 @@ def not_finite_comes_out_as_nan_and_the_step_has_never_been(make: MakeCompressio
                     tolerance = 0.0 if exactly else 1e-5
                     torch.testing.assert_close(now[part][name], array, rtol=tolerance, atol=tolerance, msg=name)
     (text,) = texts
-    assert f"rank {hvd.rank()}: the gradient of {where!r} on rank 1 holds NaN or infinity" in text
+    assert f"rank {hvd.rank()}: " in text and f"{where!r} on rank 1" in text
 
 
 def assert_equal_everywhere(parameters: Mapping[str, Any]) -> None:
@@ -217,7 +217,7 @@ def not_finite_in_an_embedding_makes_the_step_fail(as_dense: bool) -> None:
         gradient = embedding.weight.grad.to_dense()
         assert bool(gradient.isfinite().all()) == (step != 2) and bool(out.weight.grad.isfinite().all())
         if step == 2:
-            assert "'0.weight' on rank 1 holds NaN" in texts[0], texts
+            assert "'0.weight' on rank 1" in texts[0], texts
             for name, residual in compression.state_dict()["residuals"].items():
                 torch.testing.assert_close(residual, before[name], rtol=1e-5, atol=1e-6)
             continue

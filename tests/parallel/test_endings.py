@@ -28,14 +28,14 @@ def _run(launch: Launch, *module: str) -> str:
 def test_stock_join_is_an_error_not_a_hang() -> None:
     output = _run(MPI_2, "tests.parallel.endings")
     assert "AssertionError: hvd.join() was called while TopK(" in output
-    assert "give all ranks equally many batches" in output
+    assert "docs/troubleshooting.md" in output
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("launch", "case"), [(TF_2, "beside_buckets"), (TF_GLOO_2, "beside_an_embedding")], ids=str)
 def test_a_first_gradient_on_one_rank_is_an_error_not_a_hang(launch: Launch, case: str) -> None:
     output = _run(launch, "tests.parallel.tf.endings", case)
-    assert "rank 1: variables must get their first gradient in the same step on every rank" in output
+    assert "rank 1: variables must get their first gradient" in output
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from torch import nn
 
 from horovod_sparse.core.sending import Sending
 from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, Union, seam
+from tests.harness.process import is_from
 
 from .common import (
     BUCKET_BYTES,
@@ -86,9 +87,9 @@ def too_many_backward_passes() -> None:
             for salt in range(passes):
                 _pass(parameters, step, salt)
             text = raised(AssertionError, lambda p=parameters, s=step: _pass(p, s, 9))
-            assert "more than backward_passes_per_step times" in text
+            assert "backward_passes_per_step" in text, text
             # Whoever goes on after that error is told, and the next step can begin.
-            assert "was changed after backward had handed it over" in raised(RuntimeError, optimizer.step)
+            assert "optimizer.skip_synchronize()" in raised(RuntimeError, optimizer.step)
 
 
 # --- groups ---
@@ -324,8 +325,9 @@ def gradients_changed_behind_the_hook_are_refused(steps: int) -> None:
     loss_of(model, 2).backward()
     _clip(model)
     message = raised(RuntimeError, optimizer.step)
-    assert f"rank {hvd.rank()}: the gradient of parameter" in message and "skip_synchronize" in message
-    assert "GradScaler" in message
+    assert message.startswith(f"rank {hvd.rank()}: "), message
+    assert any(repr(name) in message for name, _ in model.named_parameters()), message
+    assert "skip_synchronize" in message and "GradScaler" in message
     train(model, optimizer, range(3, 6))
     assert_identical(model)
 
@@ -408,7 +410,7 @@ def a_rank_that_raises_in_a_step_gives_it_up_for_all(make: Any) -> None:
             optimizer.zero_grad()
         else:
             text = raised(RuntimeError, lambda step=step: train(model, optimizer, [step]))
-            assert f"rank {culprit} has given up this step after an exception" in text, text
+            assert text.startswith(f"rank {hvd.rank()}: rank {culprit} "), text
         assert digest(model.parameters()) == parameters
         _assert_never_been(compression, before, steps)
         train(model, optimizer, [step + 1])
@@ -487,7 +489,7 @@ def after_an_exception_while_it_waits_a_compression_refuses_to_go_on(resets: boo
         raised(_StoppedError, lambda: train(model, optimizer, [3]))
     for _ in range(2):
         text = raised(RuntimeError, lambda: train(model, optimizer, [4]))
-        assert f"rank {hvd.rank()}: an exchange has ended by an exception before" in text, text
+        assert text.startswith(f"rank {hvd.rank()}: ") and "compression.reset()" in text, text
     if resets:
         compression.reset()
     else:
@@ -517,7 +519,7 @@ def optimizers_that_step_in_another_order_raise_on_all() -> None:
     losses = [loss_of(models[0], 0), _both_heads(models[1], 0, hvd.rank())]
     losses[hvd.rank()].backward()
     message = raised(ValueError, optimizers[hvd.rank()].step)
-    assert message.startswith(f"rank {hvd.rank()}: all ranks must run the same model")
+    assert message.startswith(f"rank {hvd.rank()}: ") and "'parameters'" in message, message
     train(models[0], optimizers[0], range(3))
     assert_identical(models[0])
 
@@ -612,7 +614,8 @@ def refused_arguments() -> None:
     wrap(small_model(), shared)
     assert "serve one optimizer" in raised(ValueError, attempt(shared))
     wrap(small_model(), copy.deepcopy(shared))
-    raised(ValueError, attempt(SIDCo(0.01, warmup=None), op=hvd.Sum, gradient_predivide_factor=2.0))
+    predivided = attempt(SIDCo(0.01, warmup=None), op=hvd.Sum, gradient_predivide_factor=2.0)
+    assert "gradient_predivide_factor" in raised(ValueError, predivided)
 
 
 def _other_model() -> nn.Module:
@@ -646,7 +649,7 @@ def difference_between_ranks_raises_on_all(settings: Any, difference: str) -> No
     loss = torch.stack([one.sum() for one in given["model"].parameters() if one.requires_grad]).sum()
     loss.backward()
     text = raised(ValueError, optimizer.step)
-    assert text.startswith(f"rank {hvd.rank()}: all ranks must run the same model") and difference in text, text
+    assert text.startswith(f"rank {hvd.rank()}: ") and difference in text, text
 
 
 @scenario(MPI_2)
@@ -666,16 +669,16 @@ def stock_compression_is_untouched(compression: Any) -> None:
     extended, stock = small_model(), small_model()
     optimizer = wrap(extended, compression)
     train(extended, optimizer, range(5))
-    raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
+    assert "'set_to_none'" in raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
     extensions = vars(horovod_optimizer._DistributedOptimizer)
     members = {
-        name: one.__wrapped__ if name in seam._EXTENSIONS else one
+        name: one.__wrapped__ if is_from(seam, one) else one
         for name, one in extensions.items()
         if name != "add_param_group"
     }
     with patch.object(horovod_optimizer, "_DistributedOptimizer", type("Stock", (torch.optim.Optimizer,), members)):
         optimizer = wrap(stock, compression)
-        raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
+        assert "'set_to_none'" in raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
         train(stock, optimizer, range(5))
     assert "add_param_group" not in vars(type(optimizer)), "it has the stock methods"
     assert digest(extended.parameters()) == digest(stock.parameters())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.plan import first_sparse_step
+from horovod_sparse.exchange.union import Union
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
@@ -20,11 +23,40 @@ from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import TopK  # noqa: E402
 
 
-def driver_of(compressor: TopK, shapes: Mapping[str, tuple[int, ...]], world: int = 1) -> Any:
+class Alike:
+    """The collectives of workers that all send the same. It notes their kinds. One of them fails, if it is named."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.kinds, self.fails = world, list[str](), ""
+
+    def result(self, kind: str, message: Any, name: str) -> Any:
+        return tf.numpy_function(partial(self.run, kind, name), [message], message.dtype)
+
+    def run(self, kind: str, name: str, message: np.ndarray) -> np.ndarray:
+        if name == self.fails:
+            raise LookupError(name)
+        self.kinds.append(kind)
+        return np.concatenate([message] * self.world) if kind == "allgather" else message * self.world
+
+
+def driver_of(
+    compressor: TopK, shapes: Mapping[str, tuple[int, ...]], collectives: Any, **arguments: Any
+) -> host.HostDriver:
     """A worker's, with a bucket for each parameter."""
-    driver = host.HostDriver(compressor, Mock(), world=world, position=0, rank=0)
+    driver = host.HostDriver(compressor, collectives, world=collectives.world, position=0, rank=0, **arguments)
     driver.extend([Layout.of([Parameter(name, shape, "float32", "cpu")]) for name, shape in shapes.items()], [], "")
     return driver
+
+
+def reduce(driver: host.HostDriver, gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    @tf.function
+    def step() -> dict[str, Any]:
+        given = {name: tf.constant(gradient) for name, gradient in gradients.items()}
+        dtypes = {name: tensor.dtype for name, tensor in given.items()}
+        unknown, unscaled = tf.constant(math.nan, tf.float64), tf.constant(1.0, tf.float64)
+        return driver.reduce(host.Given(given, {}, {}, dtypes, unknown, unscaled))
+
+    return {name: tensor.numpy() for name, tensor in step().items()}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +72,8 @@ def test_kernels_use_as_many_threads_as_tensorflow(
         monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     else:
         monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", variable)
-    assert host._threads() == threads
+    ops: Any = driver_of(TopK(0.1, warmup=None), {"p": (2,)}, Alike(1)).known.ops
+    assert ops.threads() == threads
 
 
 @pytest.mark.filterwarnings("ignore:.*sent dense")
@@ -62,48 +95,44 @@ def test_compress_keeps_the_largest_entries(dtype: str, traced: bool) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("dtype", [tf.float16, tf.float32])
-def test_a_sum_that_its_type_cannot_hold_is_infinite(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_sum_that_its_type_cannot_hold_is_infinite(dtype: str) -> None:
     """As a dense sum in that type would be."""
-    driver = driver_of(TopK(0.1, warmup=None), {"p": (2,)})
-    driver._reduced["p"] = [np.array([1.0, 1e6], np.float32)]
-    (written,) = driver._hand_out("p", ["p"], [dtype])
-    assert written.dtype == dtype.as_numpy_dtype and not driver._reduced
-    assert written.tolist() == [1.0, np.inf if dtype == tf.float16 else 1e6]
+    driver = driver_of(TopK(1.0, warmup=None), {"p": (2,)}, Alike(2), averages=False)
+    (written,) = reduce(driver, {"p": np.array([1.0, 50_000.0], dtype)}).values()
+    assert written.dtype == dtype
+    assert written.tolist() == [2.0, math.inf if dtype == "float16" else 100_000.0]
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_step_that_raised_between_its_collectives_has_never_been(reads: bool) -> None:
-    """Whether a state is read next, or a step begins."""
-    shapes = {"a": (400,), "b": (300,)}
-    driver = driver_of(TopK(0.1, warmup=None), shapes)
-    for step in range(2):
-        driver._start_step(np.float64(1.0))
-        rate = np.float64(np.nan)
-        messages = {
-            name: driver._add(name, [name], rate, np.full(shape, 3.0, np.float32)) for name, shape in shapes.items()
-        }
-        for name, message in messages.items():
-            if step == 0 or name == "a":
-                driver._conclude(name, message)
-        if step == 0:
-            driver._end([])
-            kept = driver.state_dict()
-    if reads:
-        driver.state_dict()
-        assert driver.step is None
-    else:
-        driver._start_step(np.float64(1.0))
-    assert not driver._reduced and not driver._ended and driver.stats().steps == 1
-    np.testing.assert_equal(driver.state_dict(), kept)
+    """Whether a state is read next, or a step begins; also if the exchange of one bucket has ended already."""
+    shapes, broken = {"a": (400,), "b": (300,)}, Alike(1)
+    compressor = TopK(0.1, exchange=Union(), warmup=None)
+    whole, driver = (driver_of(compressor, shapes, collectives) for collectives in (Alike(1), broken))
+    for fails in ("", "1.1"):
+        gradients = {name: np.full(shape, 3.0, np.float32) for name, shape in shapes.items()}
+        if fails:
+            broken.fails = fails
+            with pytest.raises(tf.errors.UnknownError, match=rf"LookupError: {re.escape(fails)}"):
+                reduce(driver, gradients | {"a": np.full(400, np.nan, np.float32)})
+            broken.fails = ""
+        if fails and reads:
+            np.testing.assert_equal(driver.state_dict(), whole.state_dict())
+            assert driver.step is None
+        np.testing.assert_equal(reduce(driver, gradients), reduce(whole, gradients))
+        np.testing.assert_equal(driver.state_dict(), whole.state_dict())
+        assert repr(driver.stats()) == repr(whole.stats())
 
 
 def test_buckets_that_were_made_together_end_their_dense_steps_together() -> None:
     """Also if one took no part in some steps: the graph decides for all of them."""
-    shapes = {"a": (400,), "b": (300,)}
-    driver = driver_of(TopK(0.1), shapes, world=2)
-    first = first_sparse_step(driver.compressor, 2)
-    assert first > 1 and driver._are_dense([*shapes])
-    driver.known.bucket_of["b"].state.step = first
-    assert not driver._are_dense([*shapes])
-    assert not any(bucket.stage.is_dense for bucket in driver.known.buckets)
+    collectives, gradients = Alike(2), {"a": np.ones(400, np.float32), "b": np.ones(300, np.float32)}
+    driver = driver_of(TopK(0.1, warmup=2.0), {"a": (400,), "b": (300,)}, collectives)
+    reduce(driver, gradients)
+    for _ in range(1, first_sparse_step(driver.compressor, 2)):
+        reduce(driver, {"b": gradients["b"]})
+    assert {*collectives.kinds} == {"allreduce"}
+    collectives.kinds.clear()
+    reduce(driver, gradients)
+    assert collectives.kinds == ["allgather", "allgather"]

@@ -75,7 +75,7 @@ def test_writing_to_parameters_within_the_block_is_refused() -> None:
     model = make_model()
     before, optimizer = values(model), torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 20)).sum().backward()
-    refused = pytest.raises(RuntimeError, match=r"parameters must not be written to within compression\.ahead")
+    refused = pytest.raises(RuntimeError, match=r"parameters must not .*compression\.ahead")
     with refused, block(model, Ahead()):
         optimizer.step()
     assert equal(values(model), before) == [True, True, True, False], "the last one has not been moved"
@@ -126,7 +126,7 @@ def test_what_is_refused() -> None:
     register(model, compression)
     for coefficient in (-0.1, 1.5, "0.5"):
         block: Any = compression.ahead(model, coefficient)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"coefficient must be in \[0, 1\], got"):
+        with pytest.raises(ValueError, match=rf"coefficient must be in \[0, 1\], got {coefficient!r}"):
             block.__enter__()
     block = compression.ahead(model, COEFFICIENT)
     with pytest.raises(ValueError, match=r"optimizer must be given, .* call register\(model, compression, optimizer\)"):

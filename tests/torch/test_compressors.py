@@ -60,7 +60,7 @@ def test_compress_leaves_alone_what_it_cannot_compress(tensor: torch.Tensor) -> 
 def test_compress_is_differentiable_and_says_that_it_saves_nothing() -> None:
     """`hvd.allreduce` can be part of a model."""
     tensor = torch.randn(300, requires_grad=True)
-    with pytest.warns(UserWarning, match="TopK was called by Horovod outside hvd.DistributedOptimizer"):
+    with pytest.warns(UserWarning, match=r"TopK .*hvd\.DistributedOptimizer"):
         kept, _ = TopK(0.1, warmup=None).compress(tensor)
     kept.sum().backward()
     assert tensor.grad is not None
@@ -70,8 +70,7 @@ def test_compress_is_differentiable_and_says_that_it_saves_nothing() -> None:
 def test_a_compressor_without_an_optimizer() -> None:
     compression = SIDCo(0.1, warmup=None)
     assert compression.residual_bytes == 0
-    with pytest.raises(RuntimeError, match="serves no optimizer yet; give it to one first"):
-        compression.stats()
-    for call in (compression.state_dict, compression.reset, lambda: compression.load_state_dict({})):
-        with pytest.raises(RuntimeError, match=r"SIDCo\(.*\) serves no optimizer yet; give it to"):
+    calls = (compression.stats, compression.state_dict, compression.reset, lambda: compression.load_state_dict({}))
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"^SIDCo\(.*argument compression"):
             call()

@@ -43,7 +43,7 @@ def backward(model: nn.Module) -> None:
 def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_FORCE", "0")
     model, plain = make_model(), make_model()
-    with pytest.warns(UserWarning, match="there is one worker, so nothing is compressed"):
+    with pytest.warns(UserWarning, match="one worker.*HOROVOD_SPARSE_FORCE=1"):
         register(model, TopK(0.1, warmup=None))
     for one in (model, plain):
         backward(one)
@@ -105,7 +105,7 @@ def test_what_is_no_bucket_of_ddp_is_refused(given: Any, text: str) -> None:
 def test_complex_parameters_are_refused_by_name() -> None:
     model = DistributedDataParallel(nn.Linear(2, 3, bias=False, dtype=torch.complex64))
     register(model, TopK(0.1, warmup=None))
-    with pytest.raises(TypeError, match="parameter 'weight' must be real"):
+    with pytest.raises(TypeError, match=r"parameter 'weight' must be real, got torch\.complex64.*torch\.view_as_real"):
         model(torch.ones(2, dtype=torch.complex64)).abs().sum().backward()
 
 
@@ -217,5 +217,5 @@ def test_the_log_advises_where_an_optimizer_is_given(make: Any, advised: str, ca
     for _ in range(2):
         backward(model)
     (line,) = caplog.messages
-    assert line.endswith(advised and "LocalUpdates(optimizer, model, compression) ends within 1 %") and advised in line
+    assert ("LocalUpdates(optimizer, model, compression)" in line) == bool(advised) and advised in line
     assert {name: value for name, value in vars(optimizer).items() if name != "param_groups"} == before

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from horovod_sparse.core.layout import Slot
-from horovod_sparse.exchange.protocols import Entries, Reduced
-from horovod_sparse.torch.compressors import TopK as TorchTopK
-from horovod_sparse.torch.ddp import DDPSource
-from horovod_sparse.torch.ops import TorchOps
-from horovod_sparse.torch.source import uncompiled
+from horovod_sparse.torch import TopK
+from horovod_sparse.torch.source import TensorSource, uncompiled
+from tests.harness.alone import Alone
+
+
+class Gradients(TensorSource):
+    """Where PyTorch keeps them."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad
+
+    def target(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_sums_that_the_type_of_gradients_cannot_hold_become_infinite(dtype: torch.dtype) -> None:
-    """As those of a dense average do. bfloat16 has the range of float32."""
-    slots = [Slot("p", 0, 20, (20,)), Slot("q", 20, 20, (4, 5))]
-    gradients = [torch.zeros(slot.shape, dtype=dtype) for slot in slots]
-    sums = Entries(None, torch.tensor([1.0, 1e6]).repeat_interleave(20))
-    source = DDPSource(TorchTopK(0.1), Mock(world=2), {})
-    source._tensors = dict(zip("pq", gradients, strict=True))
-    source._gradients = {one: one for one in gradients}
-    source.write(slots, Reduced(TorchOps(), sums, 1.0, {}))
-    assert [bool(one.isfinite().all()) for one in gradients] == [True, dtype != torch.float16]
+    """As those of a dense average do: here of what waits and what is new. bfloat16 has the range of float32."""
+    source = Gradients(TopK(0.5, min_numel=0, warmup=None), Alone(), active=True)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((4,), (2, 2))]
+    source.extend(dict(zip(parameters, "pq", strict=True)))
+    large, small = torch.tensor([50_000.0, 40_000.0]).to(dtype).tolist()
+    for expected in ([large, large, 0.0, 0.0], [0.0, 0.0, 2 * small, 2 * small]):
+        for one in parameters:
+            one.grad = torch.tensor([large, large, small, small], dtype=dtype).view(one.shape)
+        source.add_rest()
+        source.driver.complete()
+        source.driver.finish(source.write)
+        for one in parameters:
+            assert one.grad is not None
+            torch.testing.assert_close(one.grad.flatten(), torch.tensor(expected).to(dtype), rtol=0.0, atol=0.0)
+    assert all(bool(one.grad.isinf().any()) == (dtype == torch.float16) for one in parameters if one.grad is not None)
 
 
 def test_the_compiler_sees_what_comes_before_and_after_but_not_the_function() -> None:

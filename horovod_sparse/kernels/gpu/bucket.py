@@ -35,7 +35,7 @@ _CHUNK_OF_GRADIENT = 512
 _LEAST_SLOTS = 32
 _SPARE = 4
 """Slots of a tile for candidates, as a multiple of the number of entries that a tile sends on average."""
-_MOST_SLOTS = 16
+MOST_SLOTS = 16
 """There is at most one slot per this many entries of the residual."""
 _STRIDE = 32
 """If there are too few candidates, one run of this many is looked at to estimate what they should exceed."""
@@ -95,7 +95,7 @@ class DeviceBucket:
         """The number of entries of each parameter, keyed alike."""
         self._tiles = len(starts)
         spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
-        self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
+        self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // MOST_SLOTS, 1))
         self._tiles_each = triton.next_power_of_2(-(-self._tiles // groups))
         self._groups = -(-self._tiles // self._tiles_each)
         self._lanes = triton.next_power_of_2(self._groups)

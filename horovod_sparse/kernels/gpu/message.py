@@ -16,8 +16,8 @@ from torch import Tensor
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.floats import bits_of, value_of
-from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
-from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
+from horovod_sparse.kernels.gpu.search import COLLECTED, LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
+from horovod_sparse.kernels.gpu.tiles import COLLECTED_AGAIN, LIMIT_VALUE, NOT_FINITE, SENT
 from horovod_sparse.ops.protocol import Part
 
 CHUNK = 1024
@@ -94,6 +94,7 @@ def write(
     if group == 0:
         tl.store(numbers + SENT, sent.to(tl.float64))
         tl.store(numbers + LIMIT_VALUE, value_of(limit))
+        tl.store(numbers + COLLECTED_AGAIN, tl.load(words + COLLECTED).to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])

@@ -20,7 +20,7 @@ from horovod_sparse.kernels.gpu.tiles import COUNT, EXACT, FOUND, LOW, RUN, list
 WORDS = 32
 # The final decisions, after those of `fit`: the bits of the limit, and how many of the entries that equal it are selected. Then
 # what candidates are collected again by (0: they are not), and how many there are then.
-LIMIT, MOST_EQUAL, _COLLECTS_BY, _COLLECTED = map(tl.constexpr, range(4, 8))
+LIMIT, MOST_EQUAL, _COLLECTS_BY, COLLECTED = map(tl.constexpr, range(4, 8))
 _BY_LIMIT, _BY_SAMPLE = map(tl.constexpr, range(1, 3))
 # What round r starts from: the rank among the entries that begin with the digits found so far (0: no search), and the digits.
 _RANK, _PREFIX, _WANTS_LOW = map(tl.constexpr, range(8, 32, 8))
@@ -32,7 +32,7 @@ _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
 @triton.jit
 def must_read_all(words):
     """Return whether the k-th largest entry may not be among the candidates, although they were collected by a sample."""
-    return (tl.load(words + _COLLECTS_BY) == _BY_SAMPLE) & (tl.load(words + _COLLECTED) < tl.load(words + _RANK))
+    return (tl.load(words + _COLLECTS_BY) == _BY_SAMPLE) & (tl.load(words + COLLECTED) < tl.load(words + _RANK))
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _begin_search(
         tl.store(words + _RANK, rank)
         tl.store(words + _PREFIX, tl.full((), 0, tl.int64))
         tl.store(words + _COLLECTS_BY, by.to(tl.int64))
-        tl.store(words + _COLLECTED, tl.full((), 0, tl.int64))
+        tl.store(words + COLLECTED, tl.full((), 0, tl.int64))
         tl.store(words + _WANTS_LOW, wants_low.to(tl.int64))
         tl.store(numbers + EXACT, (rank > 0).to(tl.float64))
     return by, wants_low
@@ -260,7 +260,7 @@ def collect(
                 listed = list_runs(listed, run_peaks(wanted, CHUNK), index, slots + tile * SLOTS, SLOTS)
                 above += wanted
             tl.store(found + tile, listed)
-        tl.atomic_add(words + _COLLECTED, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(words + COLLECTED, tl.sum(above, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tiles"])

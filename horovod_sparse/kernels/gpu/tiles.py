@@ -19,14 +19,15 @@ SUMS = ("count", "largest", "tail_count", "tail_total", "tail_squares", "not_fin
 """The sums over a tile and over the bucket (as in `Sums`). "candidates" is the number of entries above the floor."""
 COUNT, LARGEST, TAIL_COUNT, TAIL_TOTAL, TAIL_SQUARES, NOT_FINITE, CANDIDATES = map(tl.constexpr, range(len(SUMS)))
 
-NUMBERS = (*SUMS, "estimated", "found", "sent", "exact", "limit", "low")
+NUMBERS = (*SUMS, "estimated", "found", "sent", "exact", "limit", "low", "collected")
 """The numbers that a step reports, as float64, in this order.
 
 The sums over the bucket come first. "estimated" is whether a fit gave the threshold, and "found" how many entries qualified.
 "sent" is how many entries are sent. "exact" is whether an exact search gave the limit. "limit" is the magnitude that entries
 were compared with in the end. "low" is a magnitude that about as many entries exceed as the next cut should leave (0: unknown).
+"collected" is how many candidates there were when they were collected again (0: they were not).
 """
-ESTIMATED, FOUND, SENT, EXACT, LIMIT_VALUE, LOW = map(tl.constexpr, range(len(SUMS), len(NUMBERS)))
+ESTIMATED, FOUND, SENT, EXACT, LIMIT_VALUE, LOW, COLLECTED_AGAIN = map(tl.constexpr, range(len(SUMS), len(NUMBERS)))
 
 _RUN = tl.constexpr(RUN)
 

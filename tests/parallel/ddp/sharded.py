@@ -398,7 +398,7 @@ def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
     everyone("saved")
     other = 1 - mesh.get_local_rank("shard")
     message = raised(ValueError, lambda: load(folder, mesh, model, optimizer, compression, shard=other))
-    assert "must be that of shard" in message
+    assert "state must be that of shard" in message, message
 
 
 @scenario(TORCHRUN_6, quick=False)
@@ -432,7 +432,7 @@ def more_replicas_send_what_fewer_have_kept() -> None:
     assert_nothing_is_lost(waits, three, *training, tolerance=1e-3)
     assert_same_shards(training[0], three)
     message = raised(ValueError, lambda: load(folder, mesh_of(2), *fresh(mesh_of(2)), shard=0))
-    assert "use as many shards as when it was saved" in message
+    assert "state must be that of shard" in message, message
 
 
 # --- what goes wrong ---
@@ -455,7 +455,7 @@ def what_is_not_finite_in_one_shard_fails_on_all_ranks(step: Callable[[Any], Any
     hook = first.register_post_accumulate_grad_hook(spoil if hvd.rank() == 1 else lambda _: None)
     (text,) = warned(loss.backward)
     hook.remove()
-    assert ("'0.weight' on rank 1 holds NaN" in text) == (hvd.rank() % 2 == 1), text
+    assert ("'0.weight' on rank 1" in text) == (hvd.rank() % 2 == 1), text
     norm: Any = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
     assert not norm.full_tensor().isfinite()
     assert bool(first.grad.to_local().isnan().all()) == (hvd.rank() % 2 == 1)

@@ -10,9 +10,9 @@ import sys
 import horovod.tensorflow as hvd
 import keras
 
+from horovod_sparse.kernels.ops import KernelOps
 from horovod_sparse.tensorflow import SIDCo
-from horovod_sparse.tensorflow.host import HostDriver
-from horovod_sparse.tensorflow.source import VariableSource
+from horovod_sparse.tensorflow.exchange import Collectives
 
 from ..injected import FAULTY_STEP, STEPS, VICTIM, Fault, before
 from .common import normals, reduce, variables
@@ -25,9 +25,9 @@ def main(fault: Fault) -> None:
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        before(HostDriver, "_message", fault.happen)
+        before(KernelOps, "take_pairs_out", fault.happen)
     elif fault.moment == "agreement":
-        before(VariableSource, "_agree", fault.happen)
+        before(Collectives, "agree", fault.happen)
     for step in range(STEPS):
         fault.armed = hvd.rank() == VICTIM and step == (0 if fault.moment == "agreement" else FAULTY_STEP)
         gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}

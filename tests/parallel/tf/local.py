@@ -380,7 +380,7 @@ def two_networks_train_each_other_with_keras_local_updates() -> None:
     noise = np.concatenate([normals((BATCH, 8), step=step, rank=hvd.rank(), salt=3) for step in range(6)])
     run = partial(gan.fit, task(range(6))[0], noise, batch_size=BATCH, verbose=0)
     message = raised(ValueError, lambda: run(callbacks=[LocalUpdates(sparse())]))
-    assert "grow must be given" in message and "has made no step" in message, message
+    assert "grow must be given" in message and "'gan'" in message and "grow=True" in message, message
     local = LocalUpdates(sparse(), grow=True)
     run(callbacks=[local, After(batch=same)])
     assert local.state_dict()["lengths"][0] > 0.0
@@ -407,13 +407,13 @@ def what_does_not_go_with_keras_local_updates_is_refused_by_name() -> None:
     message = raised(
         RuntimeError, partial(train, with_adam(), local, range(4), After(batch=lambda *_: local.state_dict()))
     )
-    assert "1 batches were trained since the last exchange" in message, message
+    assert "state must be saved" in message and "1 batches" in message and "on_epoch_end" in message, message
 
 
 @scenario(TF_2)
 def keras_local_updates_that_differ_are_refused_on_all() -> None:
     message = raised(ValueError, partial(train, compiled(adam(), seed=hvd.rank()), LocalUpdates()))
-    assert "values of the variables, which hvd.broadcast_variables(" in message, message
+    assert "hvd.broadcast_variables(" in message, message
     message = raised(ValueError, partial(train, with_adam(), LocalUpdates(ahead=0.1 * hvd.rank())))
     assert "ahead=0.1" in message and "ahead=0.0" in message, message
     message = raised(ValueError, partial(train, with_adam(), LocalUpdates(grow=bool(hvd.rank()))))
@@ -437,7 +437,7 @@ def uneven_numbers_of_batches_are_refused_with_keras_local_updates(known: bool, 
         model = with_adam()
         local = LocalUpdates(sparse(), every=every)
         message = raised(RuntimeError, partial(_uneven, known, model, local, epochs))
-        assert "at the end of epoch 0" in message and "equally many batches" in message, message
+        assert "at the end of epoch 0" in message and "give steps_per_epoch" in message, message
         same(model)
         moved(model)
 

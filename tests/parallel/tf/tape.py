@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import horovod.tensorflow as hvd
 import keras
@@ -23,6 +24,7 @@ from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, 
 from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import SparseAllreduce, Union
 from horovod_sparse.tensorflow import MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
+from horovod_sparse.tensorflow.host import HostDriver
 from tests.harness.stairs import Halving, dense_until
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario, warned
@@ -203,7 +205,7 @@ def a_gradient_that_one_rank_alone_lacks_is_an_error() -> None:
     if hvd.rank() == 1:
         del gradients["second"]
         message = raised(tf.errors.OpError, lambda: reduce(compression, weights, gradients))
-        assert "rank 1: variable 'second' must have a gradient on all ranks or on none" in message, message
+        assert "rank 1: variable 'second' must have a gradient" in message, message
     else:
         reduce(compression, weights, gradients)
 
@@ -232,7 +234,7 @@ def a_gradient_that_is_not_finite_is_not_finite_anywhere(graph: bool) -> None:
             np.testing.assert_allclose(after["residuals"][name], residual, atol=1e-6)
         np.testing.assert_equal(after["adaptive"], kept["adaptive"])
     assert compression.stats().steps == 1
-    named = "'first' on rank 1" if hvd.rank() == 1 else "a parameter on another rank"
+    named = "'first' on rank 1" if hvd.rank() == 1 else "on another rank"
     assert len(texts) == 1 and named in texts[0], texts
     assert_identical(list(function(tensors(gradients_of(2))).values()))
 
@@ -254,9 +256,11 @@ def nothing_is_traced_again_in_an_eager_step(tape: bool) -> None:
         optimizer.apply(one.gradient(loss, [variable.value for variable in everything]), everything)
 
     counts = []
-    for number in range(30):
-        step(number)
-        counts.append(compression.source._function.experimental_get_tracing_count())
+    # It is called while a function is traced.
+    with patch.object(HostDriver, "reduce", autospec=True, side_effect=HostDriver.reduce) as traced:
+        for number in range(30):
+            step(number)
+            counts.append(traced.call_count)
     assert counts[0] == 1 and counts[1:] == [2] * 29, counts
 
 
@@ -345,7 +349,7 @@ def misuse_is_refused() -> None:
     compression = TopK(0.05, warmup=None)
     reduce(compression, weights, gradients)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients, op=hvd.Sum))
-    assert "op must be the same for all tapes with one compression, got hvd.Sum after hvd.Average" in message
+    assert "op must be the same" in message and "got hvd.Sum after hvd.Average" in message, message
     for make, arguments, text in (
         (TopK, {"op": hvd.Adasum}, "must be hvd.Average or hvd.Sum"),
         (partial(TopK, lr_in_residual=True), {}, "lr_in_residual must be False"),
