@@ -154,8 +154,8 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
 @pytest.mark.parametrize("backend", COMPILED, ids=str)
 def test_what_was_noted_of_a_residual_that_was_rescaled_is_forgotten(backend: Backend) -> None:
     rng = np.random.default_rng(3)
-    worker = make_worker(backend, SIDCo(0.01, warmup=None), {"p": (5000,), "q": (5000,)})
     for rescales in (False, True):
+        worker = make_worker(backend, SIDCo(0.01, warmup=None), {"p": (5000,), "q": (5000,)})
         worker.arrive("p", backend.array(gradients("laplace", 5000, rng)))
         if rescales:
             worker.rescale(0.01)
