@@ -331,7 +331,7 @@ def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
 def test_a_sample_finds_few_candidates_and_enough_of_them(make: Any) -> None:
     """What was seen before is of no use: first there was nothing, then entries are a thousand times smaller."""
     numel = 20_000
-    worker, rng = Worker(make(0.01), [numel - 7_500, 7_500], block=1024, chunk=1024), np.random.default_rng(4)
+    worker, rng = Worker(make(0.01), [numel - 7_500, 7_500], block=256, chunk=256), np.random.default_rng(4)
     for scale in (1.0, 1e-3):
         worker.residual.zero_()
         step = worker.step(gradients("laplace", numel, rng) * np.float32(scale))
