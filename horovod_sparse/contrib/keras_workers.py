@@ -18,7 +18,7 @@ from horovod_sparse import kernels
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
-from horovod_sparse.core.state import empty_state, kept_shapes, names_in
+from horovod_sparse.core.state import empty_state, names_in
 from horovod_sparse.core.step import Wait
 from horovod_sparse.exchange.protocols import Collective, Named
 from horovod_sparse.numpy.allreduce import parameters_of, write_to
@@ -76,7 +76,7 @@ class MovementSource:
         driver.begin()
         reached = {feedback.bucket_of[name].name for name in movements}
         absent: dict[str, Array] = {}
-        for bucket in feedback.all_buckets:
+        for bucket in feedback.buckets:
             for name, slot in bucket.slots.items() if bucket.name in reached else ():
                 driver.add(name, movements.get(name))
                 if name not in movements:
@@ -90,8 +90,7 @@ class MovementSource:
         driver = self.driver
         if driver.feedback is not None:
             return driver.feedback.residuals.views
-        residuals, _ = kept_shapes(shapes, self.compressor)
-        found: dict[str, Array] = renamed(driver.deferred or empty_state(), residuals)["residuals"]
+        found: dict[str, Array] = renamed(driver.deferred or empty_state(), shapes)["residuals"]
         return found
 
     def _extended(self, movements: Mapping[str, Array]) -> Feedback:
@@ -99,8 +98,7 @@ class MovementSource:
         driver, known = self.driver, () if self.driver.feedback is None else self.driver.feedback.bucket_of
         new = {name: one for name, one in movements.items() if name not in known}
         if new or driver.feedback is None:
-            residuals, _ = kept_shapes({name: one.shape for name, one in new.items()}, self.compressor)
-            deferred = driver.deferred = renamed(driver.deferred or empty_state(), residuals)
+            deferred = driver.deferred = renamed(driver.deferred or empty_state(), new)
             driver.extend(parameters_of(new, self.compressor), new, later=names_in(deferred))
         assert driver.feedback is not None
         return driver.feedback

@@ -15,8 +15,9 @@ from horovod_sparse.core.agreement import agree_on_states
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import planned, rounds_of
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of
-from horovod_sparse.core.step import AnySending, Step, Wait, Write
+from horovod_sparse.core.step import Step, Wait, Write
 from horovod_sparse.core.store import Settle, Store
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -77,7 +78,7 @@ class Driver(Store):
         if sending is not None:
             self._waits[sending.name] = self._start(step, sending, sending.begin())
 
-    def _start(self, step: Step, sending: AnySending, asked: Asked) -> Wait:
+    def _start(self, step: Step, sending: Sending, asked: Asked) -> Wait:
         """Start what an exchange asks for. Return what waits for it."""
         if isinstance(asked, Told):
             return step.telling.ask(asked)
@@ -87,9 +88,9 @@ class Driver(Store):
         """Wait for all exchanges of the step, whose gradients have all been added, to their ends."""
         step, waits = self.step, self._waits
         assert step is not None
-        under_way: list[tuple[AnySending, Wait]] = []
+        under_way: list[tuple[Sending, Wait]] = []
         # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
-        for bucket in step.feedback.all_buckets:
+        for bucket in step.feedback.buckets:
             if bucket.name in waits:
                 under_way.append((step.sendings[bucket.name], waits[bucket.name]))
         step.feedback.is_broken = True
@@ -125,7 +126,7 @@ class Driver(Store):
         if step is None or feedback is None or feedback.is_broken:
             self.drop()
             return
-        buckets = {bucket.name: bucket for bucket in feedback.all_buckets}
+        buckets = {bucket.name: bucket for bucket in feedback.buckets}
         # A process group, and MPI, match collectives by their order.
         for name in dict.fromkeys([*self._order, *buckets]):
             if name not in self._waits:
@@ -149,9 +150,7 @@ class Driver(Store):
         mine = part_of(state, names_in(state).difference(later).union(shapes))
         agree_on_states(lambda: self.check(mine, shapes), mine, self.transport)
         before, feedback = self.feedback, self.feedback or self._new_feedback()
-        buckets, dense = planned(parameters, self.compressor, feedback.world)
-        feedback.add_buckets(buckets, like.__getitem__)
-        feedback.add_dense(dense, like.__getitem__)
+        feedback.add_buckets(planned(parameters, self.compressor, feedback.world), like.__getitem__)
         self.feedback = feedback
         try:
             if holds_anything(mine):
@@ -172,12 +171,14 @@ def log_start(feedback: Feedback, kernels: str, advice: str = "") -> None:
         compressor, world = feedback.compressor, feedback.world
         ratio = compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
-        numel, dense = sum(one.numel for one in feedback.buckets), sum(len(one.slots) for one in feedback.dense)
+        buckets = feedback.compressed
+        numel = sum(one.numel for one in buckets)
+        dense = len(feedback.bucket_of) - sum(len(one.slots) for one in buckets)
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
-        found = f"{len(feedback.buckets)} buckets, {entries} entries, {dense} parameters dense"
+        found = f"{len(buckets)} buckets, {entries} entries, {dense} parameters dense"
         hint = advice and f". {advice}"
         _log.info("%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, hint)
-        rounds = [one for bucket in feedback.buckets for one in rounds_of(compressor, bucket.numel, None, world)]
+        rounds = [one for bucket in buckets for one in rounds_of(compressor, bucket.numel, None, world)]
         sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
         # Beside what is sent, a message has a few numbers.
         if sent > 1.05 * dense_bytes > 0:

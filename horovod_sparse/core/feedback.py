@@ -8,7 +8,6 @@ from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Intake
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import first_sparse_step
@@ -17,8 +16,6 @@ from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
 from horovod_sparse.ops.protocol import Array, Ops
-
-AnyBucket = Bucket | DenseBucket
 
 
 class Feedback:
@@ -50,12 +47,10 @@ class Feedback:
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
-        """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
+        """With momentum before the selection."""
         self.buckets: list[Bucket] = []
-        self.dense: list[DenseBucket] = []
-        self.all_buckets: list[AnyBucket] = []
-        """First those that are compressed, then those that are reduced dense: in the same order on all ranks."""
-        self.bucket_of: dict[str, AnyBucket] = {}
+        """In the same order on all ranks."""
+        self.bucket_of: dict[str, Bucket] = {}
         """The bucket of each parameter, by name."""
         self.intake = Intake(ops, compressor, world, averages=averages)
         self.is_broken = False
@@ -68,24 +63,17 @@ class Feedback:
         ratio = self.compressor.schedule.ratio(first_sparse_step(self.compressor, self.world))
         for layout in layouts:
             array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio)
-            buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
+            buffer = self.residuals.allocate(layout, array)
+            velocity = None if self.compressor.momentum is None else self.velocities.allocate(layout, array)
             selector = self._device_selector
             bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
-        self.all_buckets = [*self.buckets, *self.dense]
 
-    def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Add buckets of parameters that are reduced dense."""
-        for layout in layouts:
-            array = like(layout.name)
-            bucket = DenseBucket(self.ops, layout, self.world, self.rank, array, self._velocity_of(layout, array))
-            self.dense.append(bucket)
-            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
-        self.all_buckets = [*self.buckets, *self.dense]
-
-    def _velocity_of(self, layout: Layout, like: Array) -> Array | None:
-        return None if self.compressor.momentum_correction is None else self.velocities.allocate(layout, like)
+    @property
+    def compressed(self) -> list[Bucket]:
+        """The buckets that are not always dense."""
+        return [bucket for bucket in self.buckets if not bucket.layout.is_dense]
 
     @property
     def steps(self) -> int:
@@ -94,12 +82,14 @@ class Feedback:
 
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
-        norms = [self.ops.norm(one.buffer) for one in self.buckets]
+        compressed = self.compressed
+        norms = [self.ops.norm(one.buffer) for one in compressed]
+        dense = math.fsum(one.stage.bytes_sent for one in self.buckets if one.layout.is_dense)
 
         def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
-            buckets = zip(self.buckets, norms, strict=True)
+            buckets = zip(compressed, norms, strict=True)
             rows = [BucketStats(b.name, b.numel, *counts(b.tally), norm, b.exchange.title) for b, norm in buckets]
-            return StepStats(tuple(rows), math.fsum(one.bytes_sent for one in self.dense))
+            return StepStats(tuple(rows), dense)
 
         return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))
 
@@ -127,7 +117,7 @@ class Feedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, if `check_state` accepts it. The buckets may differ."""
-        check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
+        check_state(state, self.compressor, self.residuals.shapes)
         self.is_broken = False
         self.residuals.load_state_dict(state["residuals"])
         self.velocities.load_state_dict(state["velocities"])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.core.state import ARRAYS, check_form, replicated
+from horovod_sparse.core.state import ARRAYS, check_form
 
 State = Mapping[str, Any]
 
@@ -21,8 +21,8 @@ def joined(states: Iterable[State], *, workers: int | None = None) -> dict[str, 
     The new run averages what its workers send: (M * e') / M = (e_1 + ... + e_N) / N. So all that waits arrives, with the weight
     that it had. Workers that reduce with `op=Sum` add up M * e' instead, and give `workers=M`: e' is then the sum divided by M.
 
-    Velocities are joined as residuals are, but for those of dense parameters, which are the same on all workers. Adaptive
-    states (thresholds, numbers of steps) are those of the first state; all workers then begin with the same.
+    Velocities are joined as residuals are. Adaptive states (thresholds, numbers of steps) are those of the first state; all
+    workers then begin with the same.
 
     The states of local updates are joined by their "compression". Those of a sharded model are joined shard by shard.
 
@@ -44,16 +44,15 @@ def joined(states: Iterable[State], *, workers: int | None = None) -> dict[str, 
         check_form(state, f"states[{count - 1}]")
         first = state if first is None else first
         _check_same(first, state, count - 1)
-        same = replicated(state["residuals"], state["velocities"])
         for part in ARRAYS:
-            for name in state[part].keys() - same:
-                array, total = state[part][name], sums[part].get(name)
+            for name, array in state[part].items():
+                total = sums[part].get(name)
                 sums[part][name] = array if total is None else total + array
     if first is None:
         raise ValueError("states must be those of all workers of a run, got none; load the file of each of them")
     share = count if workers is None else workers
     means = {part: {name: total / share for name, total in sums[part].items()} for part in ARRAYS}
-    return {**first, **{part: {**first[part], **means[part]} for part in ARRAYS}}
+    return {**first, **means}
 
 
 def _check_same(first: State, state: State, number: int) -> None:

@@ -48,13 +48,15 @@ class Layout:
 
     slots: tuple[Slot, ...]
     residual_dtype: str
+    is_dense: bool = False
+    """Whether everything is sent in all steps, by allreduce."""
 
     @classmethod
-    def of(cls, members: Sequence[Parameter]) -> Layout:
+    def of(cls, members: Sequence[Parameter], *, is_dense: bool = False) -> Layout:
         """Lay out parameters of one residual type."""
         offsets = accumulate((one.numel for one in members[:-1]), initial=0)
         slots = [Slot(one.name, offset, one.numel, one.shape) for one, offset in zip(members, offsets, strict=True)]
-        return cls(tuple(slots), members[0].residual_dtype)
+        return cls(tuple(slots), members[0].residual_dtype, is_dense)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ Tested by tests/core/test_layout.py and tests/compressors/test_schedules.py.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class Stage:
 
 def stage_of(compressor: Compressor, layout: Layout, world: int, step: int) -> Stage:
     """Return what is sent of a bucket in a step: everything, by allreduce, where that has fewer bytes in a warm-up."""
-    numel, first = layout.numel, first_sparse_step(compressor, world)
+    numel, first = layout.numel, sys.maxsize if layout.is_dense else first_sparse_step(compressor, world)
     steps, exchange, k, capacity = range(first), compressor.exchange, numel, numel
     if step < first:
         exchange = _DENSE
@@ -128,8 +129,8 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int, 
     return parameter.group is not None or parameter.itemsize * (numel + parameter.numel) <= most
 
 
-def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts of the buckets of some parameters, and of those that are reduced dense: small ones together."""
+def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int) -> list[Layout]:
+    """Return the layouts of the buckets of some parameters: at last those that are always dense, small ones together."""
     compressed: list[Parameter] = []
     together: dict[Hashable, list[Parameter]] = {}
     for one in parameters:
@@ -139,7 +140,8 @@ def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int)
         # With many small parameters, one allreduce for each would cost more time than their entries do.
         key = (one.kind, one.residual_dtype) if one.numel < compressor.min_numel else one.name
         together.setdefault(key, []).append(one)
-    return layouts_of(compressed, compressor, world), [Layout.of(members) for members in together.values()]
+    dense = [Layout.of(members, is_dense=True) for members in together.values()]
+    return [*layouts_of(compressed, compressor, world), *dense]
 
 
 def _excess(numel: int, compressor: Compressor, world: int) -> str | None:

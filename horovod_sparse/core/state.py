@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -26,13 +25,13 @@ def empty_state() -> dict[str, Any]:
 
 
 def holds_anything(state: Mapping[str, Any]) -> bool:
-    """Return whether a state holds anything of any parameter: there can be velocities without residuals."""
-    return bool(state["residuals"] or state["velocities"])
+    """Return whether a state holds anything of any parameter."""
+    return bool(state["residuals"])
 
 
 def names_in(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of all parameters in a state. Those that are reduced dense have only velocities."""
-    return {name for part in PARTS for name in state[part]}
+    """Return the names of all parameters in a state."""
+    return set(state["residuals"])
 
 
 def step_of(state: Mapping[str, Any]) -> int:
@@ -51,22 +50,13 @@ def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
     return {**other, **state, **{part: {**state[part], **other[part]} for part in PARTS}}
 
 
-def replicated(residuals: Collection[str], velocities: Collection[str]) -> list[str]:
-    """Return the names of the parameters that have a velocity and no residual: it is the same on every rank."""
-    return sorted(set(velocities).difference(residuals))
-
-
-def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]:
-    """Return the shapes of the residuals and of the velocities that are kept for parameters of these shapes."""
-    residuals = {name: shape for name, shape in shapes.items() if not compressor.leaves_dense(name, math.prod(shape))}
-    return residuals, {} if compressor.momentum_correction is None else shapes
-
-
-def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocities: Shapes) -> None:
+def check_state(state: Any, compressor: Compressor, shapes: Shapes) -> None:
     """Raise ValueError unless `state` is a state of this release and algorithm, for parameters of these shapes."""
     check_parts(state, compressor)
-    _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
-    _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
+    _check_shapes("residuals", state["residuals"], shapes, "")
+    _check_shapes(
+        "velocities", state["velocities"], {} if compressor.momentum is None else shapes, " and the same momentum"
+    )
     mine = compressor.lr_in_residual
     if state["lr_in_residual"] != mine:
         raise ValueError(
@@ -146,7 +136,7 @@ def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: 
     reshaped = {name: (got[name], shapes[name]) for name in got.keys() & shapes.keys() if got[name] != shapes[name]}
     if missing or unexpected or reshaped:
         raise ValueError(
-            f"{what} must be those of this model's compressed parameters; missing: {missing}, "
+            f"{what} must be those of this model's parameters; missing: {missing}, "
             f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
-            f"model and {remedy}"
+            f"model{remedy}"
         )

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.dense import DenseSending
-from horovod_sparse.core.feedback import AnyBucket, Feedback
+from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
@@ -16,7 +15,6 @@ from horovod_sparse.core.telling import Telling
 from horovod_sparse.exchange.protocols import Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
-AnySending = Sending | DenseSending
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
 Write = Callable[[Sequence[Slot], Reduced], None]
@@ -48,7 +46,7 @@ class Step:
         """What the exchanges ask the host to learn."""
         self.added: set[str] = set()
         """The parameters whose gradient has arrived, or of which it is known that they have none."""
-        self.sendings: dict[str, AnySending] = {}
+        self.sendings: dict[str, Sending] = {}
         """Those of the buckets that a gradient of this step has reached, by bucket, in the order of their first gradients."""
         self.given_up = False
         """Whether this rank gives the step up."""
@@ -57,7 +55,7 @@ class Step:
         self._bad: list[str] = []
         """This rank's parameters beside the buckets whose gradients are not finite."""
 
-    def add(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> AnySending | None:
+    def add(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Sending | None:
         """Add the gradient of a parameter to its bucket, and return that if it is complete.
 
         The gradient must stay as it is until the step ends. What waits of a parameter without a gradient is set aside.
@@ -79,19 +77,17 @@ class Step:
         sending.add(name, gradient, rate)
         return None if sending.missing else sending
 
-    def _reach(self, bucket: AnyBucket) -> AnySending:
+    def _reach(self, bucket: Bucket) -> Sending:
         sending = self.sendings.get(bucket.name)
         if sending is None:
-            if not isinstance(bucket, Bucket):
-                sending = DenseSending(bucket, self.terms)
-            elif bucket.device is None or bucket.stage.is_dense:
+            if bucket.device is None or bucket.stage.is_dense:
                 sending = Sending(bucket, self.terms)
             else:
                 sending = DeviceSending(bucket, self.terms, bucket.device)
             self.sendings[bucket.name] = sending
         return sending
 
-    def spoil(self, bucket: AnyBucket) -> AnySending:
+    def spoil(self, bucket: Bucket) -> Sending:
         """Let this rank give the step up, and return a bucket that is to say so: its exchange has not begun yet."""
         self.given_up = True
         sending = self._reach(bucket)
@@ -103,7 +99,7 @@ class Step:
         self.fails = True
         self._bad += names
 
-    def advance(self, sending: AnySending, result: Array) -> Collective | None:
+    def advance(self, sending: Sending, result: Array) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
         asked = sending.advance(result)
         while isinstance(asked, Told):

@@ -16,7 +16,6 @@ from horovod_sparse.core.state import (
     check_state,
     empty_state,
     holds_anything,
-    kept_shapes,
     merged,
     names_in,
     part_of,
@@ -60,7 +59,7 @@ class Store:
     def check(self, state: Mapping[str, Any], shapes: Shapes) -> None:
         """Raise ValueError unless a state fits parameters of these shapes, without those that have sparse gradients."""
         if holds_anything(state):
-            check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
+            check_state(state, self.compressor, shapes)
 
     def stats(self) -> Stats:
         """Return counts, bytes and residual norms: see `Feedback.stats`."""

@@ -1,7 +1,4 @@
-"""Values without indices: all entries, or those that all ranks choose alike. Imports no framework.
-
-Tested by tests/exchange/test_protocols.py.
-"""
+"""Values without indices: all entries, or those that all ranks choose alike. Imports no framework."""
 
 from __future__ import annotations
 

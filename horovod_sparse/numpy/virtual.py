@@ -16,8 +16,9 @@ from horovod_sparse.core.binding import check_kind
 from horovod_sparse.core.driver import log_start
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.plan import planned
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.core.statistics import NO_STATS, Stats
-from horovod_sparse.core.step import AnySending, Step
+from horovod_sparse.core.step import Step
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.allreduce import Shapes, arrays_of, parameters_of, shapes_of, write_to
 from horovod_sparse.numpy.compiled import host_ops
@@ -96,13 +97,12 @@ class VirtualWorkers:
         for worker, mine in enumerate(gradients):
             where: dict[str, Any] = {"world": self.number, "position": worker, "rank": worker}
             feedbacks.append(Feedback(ops, compression, averages=self._average, **where))
-            buckets, dense = planned(parameters_of(mine, compression), compression, self.number)
-            feedbacks[-1].add_buckets(buckets, mine.__getitem__)
-            feedbacks[-1].add_dense(dense, mine.__getitem__)
+            layouts = planned(parameters_of(mine, compression), compression, self.number)
+            feedbacks[-1].add_buckets(layouts, mine.__getitem__)
         log_start(feedbacks[0], kernels.variant())
         self.feedbacks = feedbacks
 
-    def _exchange(self, sendings: Sequence[AnySending]) -> None:
+    def _exchange(self, sendings: Sequence[Sending]) -> None:
         asked = [sending.begin() for sending in sendings]
         while asked:
             each = zip(self._steps, sendings, results_of(asked), strict=True)

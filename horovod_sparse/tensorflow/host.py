@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.driver import log_start
-from horovod_sparse.core.feedback import AnyBucket, Feedback
+from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.step import Step
@@ -35,6 +34,7 @@ from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.names import load_renamed
 
 Tensor = Any
+_DENSE = Dense()
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,12 @@ class HostDriver(Store):
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
 
-    def extend(self, buckets: Sequence[Layout], dense: Sequence[Layout], advice: str) -> None:
+    def extend(self, layouts: Sequence[Layout], advice: str) -> None:
         """Add buckets. Log in the first step what is compressed, and `advice`."""
         is_first = self.feedback is None
         feedback = self.feedback = self.feedback or self._new_feedback()
         generation = len(feedback.buckets)
-        feedback.add_buckets(buckets, lambda name: None)
-        feedback.add_dense(dense, lambda name: None)
+        feedback.add_buckets(layouts, lambda name: None)
         self._generation.update({bucket.name: generation for bucket in feedback.buckets[generation:]})
         if is_first:
             log_start(feedback, kernels.variant(), advice)
@@ -129,7 +128,7 @@ class HostDriver(Store):
 
         Buckets in which no parameter has a gradient take no part.
         """
-        buckets = [bucket for bucket in self.known.all_buckets if not given.gradients.keys().isdisjoint(bucket.slots)]
+        buckets = [bucket for bucket in self.known.buckets if not given.gradients.keys().isdisjoint(bucket.slots)]
         reduced: dict[str, Tensor] = {}
         with tf.device("CPU:0"):
             start = call_host(self._start_step, (), [given.scale], tf.bool)
@@ -145,35 +144,35 @@ class HostDriver(Store):
                     reduced.update(self._results(given, bucket))
         return reduced
 
-    def _together(self, buckets: Sequence[AnyBucket]) -> list[list[AnyBucket]]:
+    def _together(self, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together.
 
         Those that are always dense go with the first group, so that their collectives run at the same time.
         """
-        made: dict[int, list[AnyBucket]] = {}
+        made: dict[int, list[Bucket]] = {}
         for bucket in buckets:
-            if isinstance(bucket, Bucket):
+            if not bucket.layout.is_dense:
                 made.setdefault(self._generation[bucket.name] if self._begins_dense else 0, []).append(bucket)
         groups = list(made.values()) or [[]]
-        groups[0] += [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
+        groups[0] += [bucket for bucket in buckets if bucket.layout.is_dense]
         return [group for group in groups if group]
 
-    def _exchange_all(self, given: Given, buckets: list[AnyBucket]) -> list[Tensor]:
+    def _exchange_all(self, given: Given, buckets: list[Bucket]) -> list[Tensor]:
         usual = partial(self._exchange, given, buckets, self.compressor.exchange)
-        changing = [bucket.name for bucket in buckets if isinstance(bucket, Bucket)]
+        changing = [bucket.name for bucket in buckets if not bucket.layout.is_dense]
         if not (changing and self._begins_dense):
             return usual()
         ended: list[Tensor] = tf.cond(
             call_host(self._are_dense, (changing,), [], tf.bool),
-            partial(self._exchange, given, buckets, Dense()),
+            partial(self._exchange, given, buckets, _DENSE),
             usual,
         )
         return ended
 
-    def _exchange(self, given: Given, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
+    def _exchange(self, given: Given, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
-        rounds = {bucket.name: bucket.rounds_of(exchange) for bucket in buckets}
+        rounds = {one.name: one.rounds_of(_DENSE if one.layout.is_dense else exchange) for one in buckets}
         tensors = {bucket.name: self._begin(given, bucket, rounds[bucket.name][0]) for bucket in buckets}
         for number in range(max(map(len, rounds.values()))):
             going_on = [bucket for bucket in buckets if number < len(rounds[bucket.name])]
@@ -188,18 +187,16 @@ class HostDriver(Store):
                 tensors[bucket.name] = self._collectives.result(kind, tensors[bucket.name], name)
         return [call_host(self._conclude, (bucket.name,), [tensors[bucket.name]], tf.bool) for bucket in buckets]
 
-    def number_of(self, bucket: AnyBucket) -> str:
+    def number_of(self, bucket: Bucket) -> str:
         """Return the beginning of the names of a bucket's collectives."""
-        if isinstance(bucket, DenseBucket):
-            return f"dense.{self.known.dense.index(bucket)}"
         return str(self.known.buckets.index(bucket))
 
-    def _begin(self, given: Given, bucket: AnyBucket, first: Round) -> Tensor:
+    def _begin(self, given: Given, bucket: Bucket, first: Round) -> Tensor:
         names = [name for name in bucket.slots if name in given.gradients]
         inputs, dtype = [given.gradients[name] for name in names], first.dtype or bucket.layout.residual_dtype
         return call_host(self._add, (bucket.name, names), [given.rate, *inputs], dtype)
 
-    def _results(self, given: Given, bucket: AnyBucket) -> dict[str, Tensor]:
+    def _results(self, given: Given, bucket: Bucket) -> dict[str, Tensor]:
         """Return the reduced gradients of a bucket's parameters that have a gradient, once the step has ended."""
         names = [name for name in bucket.slots if name in given.gradients]
         types = [given.dtypes[name] for name in names]
@@ -219,7 +216,7 @@ class HostDriver(Store):
 
         One that took no part in some steps goes on with the others' step.
         """
-        buckets = [one for one in map(self.known.bucket_of.get, names) if isinstance(one, Bucket)]
+        buckets = [self.known.bucket_of[name] for name in names]
         step = max(bucket.state.step for bucket in buckets)
         for bucket in buckets:
             bucket.state.step = step
@@ -270,8 +267,7 @@ class HostDriver(Store):
     def _hand_out(self, name: str, names: list[str], types: list[Any]) -> list[NDArray[Any]]:
         bucket, feedback = self.known.bucket_of[name], self.known
         slots, arrays = bucket.slots, dict(zip(bucket.slots, self._reduced.pop(name), strict=True))
-        # What is reduced dense with momentum has a velocity even without a gradient.
-        for one in slots.keys() - names if isinstance(bucket, Bucket) or bucket.velocity is None else ():
+        for one in slots.keys() - names:
             # Not a number: a gradient of the bucket was not finite.
             if arrays[one].any() and not np.isnan(arrays[one]).any():
                 raise RuntimeError(

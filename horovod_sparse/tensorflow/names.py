@@ -117,5 +117,4 @@ def load_renamed(store: Store, state: Mapping[str, Any]) -> None:
     if feedback is None:
         store.load_part(state, ())
     else:
-        names = {*feedback.residuals.shapes, *feedback.velocities.shapes}
-        store.load_part(renamed(state, names), feedback.bucket_of)
+        store.load_part(renamed(state, feedback.bucket_of), feedback.bucket_of)

@@ -22,7 +22,7 @@ from horovod_sparse.core.agreement import check_arguments, check_sparse, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.plan import planned
-from horovod_sparse.core.state import check_state, kept_shapes, merged, part_of
+from horovod_sparse.core.state import check_state, merged, part_of
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import Given, HostDriver
@@ -172,25 +172,23 @@ class VariableSource:
             return
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
-            buckets, dense = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
-            deferred = self._deferred_for([*buckets, *dense])
+            layouts = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
+            deferred = self._deferred_for(layouts)
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree([*given], new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree([*given], new, sparse, "")
         driver = self.driver
-        driver.extend(buckets, dense, self.advice)
+        driver.extend(layouts, self.advice)
         self.sparse.extend(sparse)
         driver.sparse = self.sparse
         self._dtypes.update({name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
             driver.load(merged(driver.known.state_dict(), deferred))
 
-    def _lay_out(
-        self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
-    ) -> tuple[list[Layout], list[Layout]]:
-        """Return the layouts of the buckets of new variables, and those of the variables that are reduced dense."""
+    def _lay_out(self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]) -> list[Layout]:
+        """Return the layouts of the buckets of new variables."""
         parameters = []
         for name, gradient in new.items():
             if name in sparse:
@@ -209,9 +207,8 @@ class VariableSource:
         if self.driver.deferred is None:
             return None
         shapes = {slot.name: slot.shape for layout in layouts for slot in layout.slots}
-        residuals, velocities = kept_shapes(shapes, self.compressor)
-        deferred = renamed(self.driver.deferred, {**residuals, **velocities})
-        check_state(part_of(deferred, {*residuals, *velocities}), self.compressor, residuals, velocities)
+        deferred = renamed(self.driver.deferred, shapes)
+        check_state(part_of(deferred, shapes), self.compressor, shapes)
         return deferred
 
     def _agree(self, given: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler
 
-from horovod_sparse.core.state import ARRAYS, empty_state, holds_anything, replicated
+from horovod_sparse.core.state import ARRAYS, empty_state, holds_anything
 from horovod_sparse.torch.exchange import gather_json
 
 
@@ -68,6 +68,4 @@ def align(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     elif mine == theirs:
         # Else this worker has committed a step that the first one has not, or the other way round.
         made = dict(kept)
-    for number, name in enumerate(replicated(*shapes.values())):
-        made["velocities"][name] = mpi_ops.broadcast(made["velocities"][name], 0, f"horovod_sparse.align.{number}")
     return made

@@ -197,7 +197,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "another shape": (
         lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
-        r"^residuals must be .*{'head': \(\(77,\), \(7, 11\)\)}.* min_numel",
+        r"^residuals must be .*{'head': \(\(77,\), \(7, 11\)\)}.* same model",
     ),
     "a velocity more": (
         lambda state: _changed(state, "velocities", head=np.zeros((7, 11), np.float32)),

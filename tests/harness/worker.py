@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from horovod_sparse.core.feedback import AnyBucket, Feedback
-from horovod_sparse.core.step import AnySending, Everyone, Step, Write
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.feedback import Feedback
+from horovod_sparse.core.sending import Sending
+from horovod_sparse.core.step import Everyone, Step, Write
 from horovod_sparse.exchange.protocols import Collective
 
 
@@ -23,17 +25,17 @@ class Worker(Feedback):
     def begun(self) -> Step:
         return self.step or self.start_step()
 
-    def arrive(self, name: str, gradient: Any, rate: float | None = None) -> AnySending | None:
+    def arrive(self, name: str, gradient: Any, rate: float | None = None) -> Sending | None:
         return self.begun.add(name, gradient, rate)
 
-    def sending(self, bucket: AnyBucket | AnySending) -> AnySending:
+    def sending(self, bucket: Bucket | Sending) -> Sending:
         """What the step makes of a bucket."""
         return self.begun.sendings[bucket.name]
 
-    def advance(self, bucket: AnyBucket | AnySending, result: Any) -> Collective | None:
+    def advance(self, bucket: Bucket | Sending, result: Any) -> Collective | None:
         return self.begun.advance(self.sending(bucket), result)
 
-    def spoil(self, bucket: AnyBucket) -> AnySending:
+    def spoil(self, bucket: Bucket) -> Sending:
         return self.begun.spoil(bucket)
 
     def end_step(self, write: Write = lambda slots, reduced: None, everyone: Everyone | None = None) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.contrib.lengths import sampled
-from horovod_sparse.core.feedback import AnyBucket
+from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Parameter, Slot
 from horovod_sparse.core.plan import layouts_of
-from horovod_sparse.core.step import AnySending
+from horovod_sparse.core.sending import Sending
 from horovod_sparse.exchange import protocols, wire
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.numpy.virtual import results_of
@@ -75,7 +75,7 @@ Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
 
 
 def exchange(
-    backend: Backend, workers: Sequence[Worker], buckets: Sequence[AnyBucket | AnySending], divisor: float = 1.0
+    backend: Backend, workers: Sequence[Worker], buckets: Sequence[Bucket | Sending], divisor: float = 1.0
 ) -> list[Reduced]:
     """All ranks' exchange of one bucket; every rank's result. The step is not ended."""
     sendings = [worker.sending(bucket) for worker, bucket in zip(workers, buckets, strict=True)]

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Parameter, Slot
 from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import Dense
-from tests.harness.cases import DENSE, NAMES, SHAPES, SIZE_OF_DENSE, Case, Step
+from tests.harness.cases import DENSE, SHAPES, SIZE_OF_DENSE, Case, Step
 from tests.harness.workers import Reduced, collective, exchange, make_workers, reduced_of
 
 Array = np.ndarray
@@ -24,7 +25,8 @@ class Expected:
 
     def __init__(self, compressor: Compressor, dtype: str) -> None:
         self.compressor = compressor
-        self.residuals = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+        shapes = {**SHAPES, DENSE: (SIZE_OF_DENSE,)}
+        self.residuals = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self.aside: dict[str, Array] = {}
         """What waits of parameters that had no gradient in the last step. Their residuals are zero."""
         self.taken: list[tuple[str, Array, float]] = []
@@ -32,7 +34,7 @@ class Expected:
         self.copies: dict[str, tuple[Array, Array]] = {}
         """With momentum: residuals and velocities before this step's gradients."""
         corrected = compressor.momentum_correction is not None
-        self.velocities = {name: np.zeros(SHAPES.get(name, 3), dtype) for name in NAMES if corrected}
+        self.velocities = {name: np.zeros(shape, dtype) for name, shape in shapes.items() if corrected}
 
     @property
     def waiting(self) -> dict[str, Array]:
@@ -90,10 +92,6 @@ class Expected:
         _keep_finite(velocity)
         return moved
 
-    def dense(self, reduced: Array) -> Array:
-        """Apply momentum to the reduced gradient of the dense parameter, which is finite."""
-        return reduced if self.compressor.momentum_correction is None else self._accelerate(DENSE, reduced)
-
     def rescale(self, factor: float) -> None:
         for array in (*self.residuals.values(), *self.aside.values(), *self.velocities.values()):
             array *= factor
@@ -122,14 +120,14 @@ class World:
         self.divisor = float(world) if case.averages else 1.0
         where: dict[str, Any] = {"dtype": case.residual_dtype, "averages": case.averages}
         self.workers = make_workers(case.backend, self.compressor, SHAPES, world, **where)
-        layout = Layout.of([Parameter(DENSE, (SIZE_OF_DENSE,), case.residual_dtype, "cpu")])
+        layout = Layout.of([Parameter(DENSE, (SIZE_OF_DENSE,), case.residual_dtype, "cpu")], is_dense=True)
         for worker in self.workers:
-            worker.add_dense([layout], lambda name: np.zeros(1, np.float32))
+            worker.add_buckets([layout], lambda name: np.zeros(1, np.float32))
 
     def buckets(self, step: Step) -> list[int]:
-        """The numbers of the buckets, in the order of a step."""
-        number = len(self.workers[0].buckets)
-        return [one for one in step.order if one < number]
+        """The numbers of the buckets, in the order of a step; the dense one comes last."""
+        dense = len(self.workers[0].compressed)
+        return [*(one for one in step.order if one < dense), dense]
 
     def scaled(self, gradient: Array | None) -> Array | None:
         return None if gradient is None else gradient * gradient.dtype.type(self.scale)
@@ -145,7 +143,7 @@ class World:
 
     def names_in(self, bucket: int, step: Step) -> list[str]:
         """The parameters of a bucket, in the order in which their gradients arrive."""
-        return [name for name in step.names if name in self.workers[0].buckets[bucket].slots]
+        return [name for name in (*step.names, DENSE) if name in self.workers[0].buckets[bucket].slots]
 
     def run(self, step: Step) -> list[Reduced]:
         """Take a step. Return what every rank has written."""
@@ -159,27 +157,11 @@ class World:
                 self.exchange(bucket)
         for bucket in () if step.eager else order:
             self.exchange(bucket)
-        for rank in range(self.world):
-            self.arrive(rank, [DENSE], step)
-        self.exchange_dense()
         return [self.end(rank) for rank in range(self.world)]
 
     def exchange(self, bucket: int) -> None:
         buckets = [worker.buckets[bucket] for worker in self.workers]
         exchange(self.case.backend, self.workers, buckets, self.divisor)
-
-    def exchange_dense(self) -> None:
-        dense = [worker.dense[0] for worker in self.workers]
-        exchange(self.case.backend, self.workers, dense, self.divisor)
-
-    def mean_of_dense(self, step: Step) -> Array:
-        """The mean, or the sum, of the gradients of the dense parameter."""
-        wide = self.case.residual_dtype
-        total = np.zeros(SIZE_OF_DENSE, wide)
-        for gradients in step.gradients:
-            gradient = self.scaled(gradients[DENSE])
-            total += 0 if gradient is None else gradient.astype(wide)
-        return total / np.dtype(wide).type(self.divisor)
 
     def end(self, rank: int, gone: int | None = None) -> Reduced:
         """End a rank's step, which another rank may have given up. Return what was written."""
@@ -207,12 +189,6 @@ class World:
                 if rank == gone and not set(names).issubset(reached[rank]):
                     worker.spoil(worker.buckets[bucket])
             self.exchange(bucket)
-        for rank, worker in enumerate(self.workers):
-            if rank == gone:
-                worker.spoil(worker.dense[0])
-            else:
-                self.arrive(rank, [DENSE], step)
-        self.exchange_dense()
         return self.added(reached)
 
     def added(self, reached: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -246,9 +222,11 @@ class World:
 
     # --- what it holds ---
 
-    def exchange_of(self, step: int) -> Exchange:
-        first = first_sparse_step(self.compressor, self.world)
-        return Dense() if step < first else self.compressor.exchange
+    def is_dense(self, bucket: Bucket, step: int) -> bool:
+        return bucket.layout.is_dense or step < first_sparse_step(self.compressor, self.world)
+
+    def exchange_of(self, bucket: Bucket, step: int) -> Exchange:
+        return Dense() if self.is_dense(bucket, step) else self.compressor.exchange
 
     def state_dicts(self) -> list[dict[str, Any]]:
         return [worker.state_dict() for worker in self.workers]

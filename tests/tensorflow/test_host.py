@@ -44,7 +44,7 @@ def driver_of(
 ) -> host.HostDriver:
     """A worker's, with a bucket for each parameter."""
     driver = host.HostDriver(compressor, collectives, world=collectives.world, position=0, rank=0, **arguments)
-    driver.extend([Layout.of([Parameter(name, shape, "float32", "cpu")]) for name, shape in shapes.items()], [], "")
+    driver.extend([Layout.of([Parameter(name, shape, "float32", "cpu")]) for name, shape in shapes.items()], "")
     return driver
 
 

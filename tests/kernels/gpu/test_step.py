@@ -167,7 +167,8 @@ def block(width: int, inner: int) -> list[tuple[int, ...]]:
 def test_a_large_model_takes_few_launches(shapes: list[tuple[int, ...]], most: int) -> None:
     """By what a bucket takes, with the copies of its tables."""
     parameters = [Parameter(f"p{n}", shape, "float32", "cuda:0", on_device=True) for n, shape in enumerate(shapes)]
-    buckets, _ = planned(parameters, made("topk"), 8)
+    buckets = planned(parameters, made("topk"), 8)
+    assert not any(bucket.is_dense for bucket in buckets)
     assert len(buckets) * (max(LAUNCHES.values()) + 2) + LAUNCHES_IN_ALL <= most
 
 

@@ -1,4 +1,4 @@
-"""Steps of the warm-up that are dense."""
+"""What all ranks must have alike so that values can be sent without indices."""
 
 from __future__ import annotations
 
