@@ -136,7 +136,7 @@ class Trial:
             mine, gradients = gradients[: group.number], gradients[group.number :]
             us = [feedback.buckets[0].buffer + g for feedback, g in zip(group.feedbacks, mine, strict=True)]
             sent = np.flatnonzero(group({"p": mine})["p"])
-            counts += [feedback.buckets[0].tally.last.sent for feedback in group.feedbacks]
+            counts += [feedback.buckets[0].last.sent for feedback in group.feedbacks]
             for u in us if compared else ():
                 self._compare(u, sent)
         if counted:

@@ -12,7 +12,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.plan import stage_of
 from horovod_sparse.core.selector import DeviceSelectorFor
-from horovod_sparse.core.statistics import Tally
+from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.ops.protocol import Array, Ops
 
@@ -53,7 +53,12 @@ class Bucket:
         self.world, self.position, self.rank = place.world, place.position, rank
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
-        self.tally = Tally()
+        self.steps = 0
+        """The steps that have succeeded."""
+        self.last = self.sums = Counts()
+        """What is known of the last of them, and the sums over all."""
+        self.truncated_steps = 0
+        """Of how many of them in a row, up to the last one, the message had no room for all entries that qualified."""
         self.exchange = compressor.exchange
         """How the bucket was exchanged in the last step."""
         self.stage = stage_of(compressor, layout, place.world, 0)
@@ -103,11 +108,11 @@ class Bucket:
 
     def warn_truncated(self) -> bool:
         """Warn and return True if messages have lacked room for long, or for some steps for most of the entries."""
-        last = self.tally.last
-        if self.tally.truncated_steps < (_FEW_STEPS if last.truncated > last.sent else _LASTING):
+        last = self.last
+        if self.truncated_steps < (_FEW_STEPS if last.truncated > last.sent else _LASTING):
             return False
         warnings.warn(
-            f"horovod_sparse: rank {self.rank}: for {self.tally.truncated_steps} steps more entries of bucket {self.name!r} "
+            f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "
             f"qualified than its message has room for (in the last step {last.sent + last.truncated:.0f}, room for "
             f"{last.sent:.0f}); the rest waits in the residual. "
             f"Raise slack (now {self.compressor.slack:g}) or ratio or, with Threshold, the threshold",
@@ -125,4 +130,5 @@ class Bucket:
         """Forget adaptive state and statistics; the residual has been set to zero."""
         self.forget()
         self.go_on(self.compressor.new_state(self.state.place))
-        self.tally = Tally()
+        self.steps = self.truncated_steps = 0
+        self.last = self.sums = Counts()

@@ -6,7 +6,6 @@ A source gives it gradients by name (`add`) and has the reduced ones written (`f
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
@@ -21,7 +20,7 @@ from horovod_sparse.core.step import Step, Wait, Write
 from horovod_sparse.core.store import Settle, Store
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.protocols import Asked, Told
+from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.ops.protocol import Array
 
 _log = logging.getLogger("horovod_sparse")
@@ -76,42 +75,31 @@ class Driver(Store):
         assert step is not None
         sending = step.add(name, gradient, learning_rate)
         if sending is not None:
-            self._waits[sending.name] = self._start(step, sending, sending.begin())
+            self._waits[sending.name] = self._start(sending, sending.begin())
 
-    def _start(self, step: Step, sending: Sending, asked: Asked) -> Wait:
-        """Start what an exchange asks for. Return what waits for it."""
-        if isinstance(asked, Told):
-            return step.telling.ask(asked)
-        return self.transport.start(asked, f"{sending.name}.{sending.rounds}", sending)
+    def _start(self, sending: Sending, collective: Collective) -> Wait:
+        return self.transport.start(collective, f"{sending.name}.{sending.rounds}", sending)
 
     def complete(self) -> Step:
         """Wait for all exchanges of the step, whose gradients have all been added, to their ends."""
         step, waits = self.step, self._waits
         assert step is not None
-        under_way: list[tuple[Sending, Wait]] = []
-        # In an order that is the same on every rank: all have started the same collectives if one of the exchanges raises.
-        for bucket in step.feedback.buckets:
-            if bucket.name in waits:
-                under_way.append((step.sendings[bucket.name], waits[bucket.name]))
+        self._order = [*waits]
         step.feedback.is_broken = True
-        while under_way:
-            # Every bucket's next collective is started before the first of them is waited for.
-            left, under_way = deque(under_way), []
-            try:
-                while left:
-                    sending, wait = left.popleft()
-                    asked = sending.advance(wait())
-                    step.fails |= sending.fails
-                    if asked is not None:
-                        under_way.append((sending, self._start(step, sending, asked)))
-            except Exception:
-                # All ranks have started these. What has not ended could not be started again.
-                for _, wait in (*left, *under_way):
-                    with suppress(Exception):
-                        wait()
-                raise
+        try:
+            while waits:
+                # In an order that is the same on every rank: all have started the same collectives if one of them raises.
+                names = [bucket.name for bucket in step.feedback.buckets if bucket.name in waits]
+                results = [(step.sendings[name], waits.pop(name)()) for name in names]
+                for sending, collective in step.advance(results):
+                    waits[sending.name] = self._start(sending, collective)
+        except Exception:
+            # All ranks have started these. What has not ended could not be started again.
+            for wait in waits.values():
+                with suppress(Exception):
+                    wait()
+            raise
         step.feedback.is_broken = False
-        self._order, self._waits = [*waits], {}
         return step
 
     def finish(self, write: Write) -> None:
@@ -131,7 +119,7 @@ class Driver(Store):
         for name in dict.fromkeys([*self._order, *buckets]):
             if name not in self._waits:
                 sending = step.spoil(buckets[name])
-                self._waits[name] = self._start(step, sending, sending.begin())
+                self._waits[name] = self._start(sending, sending.begin())
         self.complete()
         self.finish(lambda *_: None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
@@ -14,7 +15,7 @@ from horovod_sparse.core.plan import first_sparse_step
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.state import VERSION, check_state
-from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
+from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats
 from horovod_sparse.ops.protocol import Array, Ops
 
 
@@ -52,7 +53,9 @@ class Feedback:
         """In the same order on all ranks."""
         self.bucket_of: dict[str, Bucket] = {}
         """The bucket of each parameter, by name."""
-        self.intake = Intake(ops, compressor, world, averages=averages)
+        self.new_intake = partial(Intake, ops, compressor, world, averages=averages)
+        self.intake = self.new_intake()
+        """That of gradients without a loss scale."""
         self.is_broken = False
         """Whether an exchange has ended by an exception, so that nobody knows what the other ranks have."""
         self.warned = self.warned_not_finite = False
@@ -78,7 +81,7 @@ class Feedback:
     @property
     def steps(self) -> int:
         """Number of steps in `stats`, at no cost."""
-        return max((bucket.tally.steps for bucket in self.buckets), default=0)
+        return max((bucket.steps for bucket in self.buckets), default=0)
 
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
@@ -86,17 +89,19 @@ class Feedback:
         norms = [self.ops.norm(one.buffer) for one in compressed]
         dense = math.fsum(one.stage.bytes_sent for one in self.buckets if one.layout.is_dense)
 
-        def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
+        def of_all(counts: Callable[[Bucket], Counts]) -> StepStats:
             buckets = zip(compressed, norms, strict=True)
-            rows = [BucketStats(b.name, b.numel, *counts(b.tally), norm, b.exchange.title) for b, norm in buckets]
+            rows = [BucketStats(b.name, b.numel, *counts(b), norm, b.exchange.title) for b, norm in buckets]
             return StepStats(tuple(rows), dense)
 
-        return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))
+        return Stats(
+            self.steps, of_all(lambda bucket: bucket.last), of_all(lambda bucket: bucket.sums.over(bucket.steps))
+        )
 
     def warn_truncated(self) -> None:
         """Warn once if messages lack room."""
         for bucket in () if self.warned else self.buckets:
-            if bucket.tally.truncated_steps:
+            if bucket.truncated_steps:
                 self.warned |= bucket.warn_truncated()
 
     # --- state, between two steps ---

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import clip_factor, scaled
@@ -19,38 +17,27 @@ Prepare = Callable[[Array, str], Array]
 """Returns what is added to a residual of this type for a gradient: the gradient itself, or a scaled copy of that type."""
 
 
-class Terms(NamedTuple):
-    """What holds for all buckets in one step."""
-
-    momentum: float | None
-    """The momentum before the selection."""
-    prepare: Prepare | None
-    """What prepares a gradient; None if nothing does."""
-    scale: float
-    """The loss scale: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not."""
-    divisor: float
-    """The number by which sums of what the workers have sent are divided. It gives them the loss scale back."""
-
-
 class Intake:
-    """How the gradients of one model are prepared, and their sums divided, the same in every step."""
+    """How the gradients of one model are prepared, and their sums divided, as long as the loss scale is the same."""
 
-    def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
+    def __init__(
+        self, ops: Ops, compressor: Compressor, world: int, *, averages: bool = True, scale: float = 1.0
+    ) -> None:
         self._ops = ops
-        self._divisor = float(world) if averages else 1.0
+        self.scale = scale
+        """The loss scale: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not."""
+        self.divisor = (world if averages else 1.0) / scale
+        """The number by which sums of what the workers have sent are divided. It gives them the loss scale back."""
         clip, root = compressor.clip, math.sqrt(world)
         self._limit = None if clip is None else clip * root if averages else clip / root
         """The largest norm of this worker's gradient of a parameter; None if nothing is clipped."""
         correction = compressor.momentum_correction
-        self._momentum = None if correction is None else correction.momentum
+        self.momentum = None if correction is None else correction.momentum
+        """The momentum before the selection."""
+        self.prepare: Prepare | None = None if self._limit is None and scale == 1.0 else self._prepared
 
-    def terms(self, scale: float) -> Terms:
-        """Return what holds in a step with this loss scale."""
-        prepare = None if self._limit is None and scale == 1.0 else partial(self._prepared, scale)
-        return Terms(self._momentum, prepare, scale, self._divisor / scale)
-
-    def _prepared(self, scale: float, gradient: Array, dtype: str) -> Array:
-        limit = self._limit
+    def _prepared(self, gradient: Array, dtype: str) -> Array:
+        limit, scale = self._limit, self.scale
         factor = (1.0 if limit is None else clip_factor(self._ops, gradient, limit * scale)) / scale
         return gradient if factor == 1.0 else scaled(self._ops, gradient, factor, dtype)
 

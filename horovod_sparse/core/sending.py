@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,12 +13,13 @@ import numpy as np
 from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.intake import Terms
+from horovod_sparse.core.intake import Intake
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.selector import Outcome, Selector
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Reduced, Sent, Told
+from horovod_sparse.exchange.received import disagreement
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
 NOWHERE = -1
@@ -31,19 +32,19 @@ class Sending:
 
     Args:
         bucket: what is kept of it from step to step.
-        terms: what holds for all buckets in this step.
+        intake: how gradients are taken in in this step.
     """
 
     together: ClassVar[float] = 2**18
     """Bytes of gradients that are added together; a processor's cache holds as many."""
 
-    def __init__(self, bucket: Bucket, terms: Terms) -> None:
+    def __init__(self, bucket: Bucket, intake: Intake) -> None:
         self.bucket, self.layout, self.name, self.rank = bucket, bucket.layout, bucket.name, bucket.rank
         self.ops, self.buffer, self.state, self.numel = bucket.ops, bucket.buffer, bucket.state, bucket.numel
         self.world, self.position = bucket.world, bucket.position
         self.stage = stage = bucket.stage
         self.capacity = stage.capacity
-        self._momentum, self._prepare = terms.momentum, terms.prepare
+        self._momentum, self._prepare = intake.momentum, intake.prepare
         self._before = bucket.state.copied()
         """The adaptive state before this step."""
         bucket.tracked.begin(_NO_HINTS if stage.is_dense else bucket.compressor.hints(bucket.state, bucket.few))
@@ -67,6 +68,8 @@ class Sending:
         self.outcome = Outcome()
         self.rounds = 0
         """Collectives begun in this step."""
+        self._collective: Collective | None = None
+        """The last of them."""
         self._run: Exchanging | None = None
         """The exchange; None until it begins."""
         self.sent_by_all: Sent = None
@@ -117,7 +120,7 @@ class Sending:
         momentum, velocity = self._momentum, self.bucket.velocity
         moving = None if momentum is None or velocity is None else Moving(velocity, momentum)
         # Entries are noted in this order, which should be that of the buffer.
-        parts.sort(key=itemgetter(0))
+        parts.sort(key=operator.itemgetter(0))
         bad = self.bucket.tracked.add(parts, moving, rate)
         if any(bad):
             self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
@@ -145,6 +148,7 @@ class Sending:
         self.rounds = 1
         first = next(self._run)
         assert isinstance(first, Collective)
+        self._collective = first
         return first
 
     # --- as the exchange sees it: `protocols.Sender` ---
@@ -196,6 +200,19 @@ class Sending:
 
     # --- results ---
 
+    def receive(self, result: Array) -> Asked | None:
+        """Continue the exchange with the result of its collective: see `advance`.
+
+        Raises:
+            RuntimeError: it is not what messages like this rank's give. With a schedule, that depends on the step.
+        """
+        asked = self._collective
+        assert asked is not None
+        message, copies = asked.message, self.world if asked.kind == "allgather" else 1
+        if result.shape != (copies * message.shape[0], *message.shape[1:]) or result.dtype != message.dtype:
+            raise disagreement(self)
+        return self.advance(result)
+
     def advance(self, answer: Any) -> Asked | None:
         """Continue the exchange with what it has asked for. Return what it asks for next, or None at the end."""
         assert self._run is not None
@@ -205,7 +222,9 @@ class Sending:
             self.sent_by_all = end.value
             self.fails = end.value is None
             return None
-        self.rounds += 1
+        if isinstance(asked, Collective):
+            self.rounds += 1
+            self._collective = asked
         return asked
 
     def bad(self) -> list[str]:
@@ -226,7 +245,9 @@ class Sending:
                 bucket.velocity[indices] = 0
         count, truncated, _ = self.outcome
         counts = Counts(stage.k, count, state.threshold, state.stages, truncated, stage.bytes_sent)
-        bucket.tally = bucket.tally.with_step(counts)
+        bucket.steps += 1
+        bucket.last, bucket.sums = counts, Counts(*map(operator.add, bucket.sums, counts))
+        bucket.truncated_steps = bucket.truncated_steps + 1 if truncated else 0
         bucket.exchange = stage.exchange
         state.step += 1
         if state.step not in stage.steps:
@@ -269,8 +290,8 @@ class DeviceSending(Sending):
     together: ClassVar[float] = math.inf
     """All of a bucket are added by one launch."""
 
-    def __init__(self, bucket: Bucket, terms: Terms, device: Selector) -> None:
-        super().__init__(bucket, terms)
+    def __init__(self, bucket: Bucket, intake: Intake, device: Selector) -> None:
+        super().__init__(bucket, intake)
         self._device = device
         self._has_asked = False
         """Whether the device's numbers are part of what the exchange has asked for."""

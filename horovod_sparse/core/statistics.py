@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,20 +99,6 @@ class Counts(NamedTuple):
     truncated: float = 0
     bytes_sent: float = 0
 
-
-class Tally(NamedTuple):
-    """The last step and the running sums of one bucket, over the steps in which something was selected."""
-
-    steps: int = 0
-    last: Counts = Counts()
-    sums: Counts = Counts()
-    truncated_steps: int = 0
-    """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
-
-    def with_step(self, counts: Counts) -> Tally:
-        """Return the tally with one more step. Steps given up because of a gradient that is not finite are left out."""
-        truncated_steps = self.truncated_steps + 1 if counts.truncated else 0
-        return Tally(self.steps + 1, counts, Counts(*map(operator.add, self.sums, counts)), truncated_steps)
-
-    def mean(self) -> Counts:
-        return Counts(*(total / max(self.steps, 1) for total in self.sums))
+    def over(self, steps: int) -> Counts:
+        """Return the means of sums over so many steps."""
+        return Counts(*(total / max(steps, 1) for total in self))

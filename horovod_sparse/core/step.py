@@ -11,7 +11,6 @@ from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
-from horovod_sparse.core.telling import Telling
 from horovod_sparse.exchange.protocols import Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
@@ -41,9 +40,7 @@ class Step:
                 "other ranks; load a state on all ranks, call compression.reset() on all, or make a new compression"
             )
         self.feedback = feedback
-        self.terms = feedback.intake.terms(scale)
-        self.telling = Telling(feedback.ops)
-        """What the exchanges ask the host to learn."""
+        self.intake = feedback.intake if scale == 1.0 else feedback.new_intake(scale=scale)
         self.added: set[str] = set()
         """The parameters whose gradient has arrived, or of which it is known that they have none."""
         self.sendings: dict[str, Sending] = {}
@@ -81,9 +78,9 @@ class Step:
         sending = self.sendings.get(bucket.name)
         if sending is None:
             if bucket.device is None or bucket.stage.is_dense:
-                sending = Sending(bucket, self.terms)
+                sending = Sending(bucket, self.intake)
             else:
-                sending = DeviceSending(bucket, self.terms, bucket.device)
+                sending = DeviceSending(bucket, self.intake, bucket.device)
             self.sendings[bucket.name] = sending
         return sending
 
@@ -99,13 +96,26 @@ class Step:
         self.fails = True
         self._bad += names
 
-    def advance(self, sending: Sending, result: Array) -> Collective | None:
-        """Continue with the result of a bucket's collective. Return the next collective, or None at the end."""
-        asked = sending.advance(result)
-        while isinstance(asked, Told):
-            asked = sending.advance(self.feedback.ops.told(asked.arrays))
-        self.fails |= sending.fails
-        return asked
+    def advance(self, results: Sequence[tuple[Sending, Array]]) -> list[tuple[Sending, Collective]]:
+        """Continue with the results of buckets' collectives. Return the next collectives; a bucket that is ready has none.
+
+        What the host must learn of a device is read together.
+        """
+        following: list[tuple[Sending, Collective]] = []
+        asked = [(sending, sending.receive(result)) for sending, result in results]
+        while asked:
+            arrays: list[Array] = []
+            asking: list[tuple[Sending, Told]] = []
+            for sending, one in asked:
+                if isinstance(one, Told):
+                    asking.append((sending, one))
+                    arrays += one.arrays
+                elif one is not None:
+                    following.append((sending, one))
+                self.fails |= sending.fails
+            numbers = iter(self.feedback.ops.told(arrays) if arrays else ())
+            asked = [(sending, sending.advance([next(numbers) for _ in one.arrays])) for sending, one in asking]
+        return following
 
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
         """End the step, all of whose exchanges have ended, and write all reduced gradients.
@@ -121,11 +131,14 @@ class Step:
             # Before the reduced gradients take the place of those that are to be taken out again.
             self.abandon()
         else:
+            truncated = False
             for sending in self.sendings.values():
                 sending.commit()
-            self.feedback.warn_truncated()
+                truncated |= sending.bucket.truncated_steps > 0
+            if truncated:
+                self.feedback.warn_truncated()
         for sending in () if self.given_up else self.sendings.values():
-            write(sending.layout.slots, sending.reduced(self.terms.divisor))
+            write(sending.layout.slots, sending.reduced(self.intake.divisor))
 
     def _tell(self, everyone: Everyone | None) -> None:
         """Warn once of gradients that are not finite. Raise RuntimeError if another rank has given the step up."""

@@ -106,8 +106,8 @@ class VirtualWorkers:
         asked = [sending.begin() for sending in sendings]
         while asked:
             each = zip(self._steps, sendings, results_of(asked), strict=True)
-            following = [step.advance(sending, result) for step, sending, result in each]
-            asked = [one for one in following if one is not None]
+            following = [step.advance([(sending, result)]) for step, sending, result in each]
+            asked = [collective for one in following for _, collective in one]
 
     def _end(self, reduced: Mapping[str, Array]) -> None:
         """End the step of all workers. One writes what comes out and warns for all: whose own gradient is not finite."""

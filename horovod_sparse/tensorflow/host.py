@@ -231,19 +231,19 @@ class HostDriver(Store):
         return self._message(step.sendings[name].begin())
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
-        collective = self.begun.advance(self.begun.sendings[name], result)
-        if collective is None:
-            # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
-            self._ended.add(name)
-            return np.zeros(1, dtype)
-        return self._message(collective)
+        following = self.begun.advance([(self.begun.sendings[name], result)])
+        if following:
+            return self._message(following[0][1])
+        # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
+        self._ended.add(name)
+        return np.zeros(1, dtype)
 
     def _message(self, collective: Collective) -> NDArray[Any]:
         return np.ascontiguousarray(collective.message)
 
     def _conclude(self, name: str, result: NDArray[Any]) -> np.bool_:
         step = self.begun
-        if name not in self._ended and step.advance(step.sendings[name], result) is not None:
+        if name not in self._ended and step.advance([(step.sendings[name], result)]):
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         return np.True_
 

@@ -305,7 +305,7 @@ class Machine(RuleBasedStateMachine):
         bucket = world.workers[rank].buckets[number]
         k = compressor.target_count(bucket.numel, compressor.schedule.ratio(self.steps))
         room, everything = compressor.message_capacity(bucket.numel, k, world.world), bucket.numel
-        exchange, counts = world.exchange_of(bucket, self.steps), bucket.tally.last
+        exchange, counts = world.exchange_of(bucket, self.steps), bucket.last
         if isinstance(exchange, Dense):
             k = room = everything
         elif isinstance(exchange, Union):
@@ -498,7 +498,7 @@ class Machine(RuleBasedStateMachine):
             assert stats.steps == len(self.history)
             for number, bucket in enumerate(worker.buckets):
                 counts = [step[rank][number] for step in self.history]
-                assert bucket.tally.last == (counts[-1] if counts else Counts())
+                assert bucket.last == (counts[-1] if counts else Counts())
                 if not bucket.layout.is_dense:
                     assert stats.mean.buckets[number].count == sum(one.sent for one in counts) / max(len(counts), 1)
 

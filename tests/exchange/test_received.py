@@ -36,7 +36,7 @@ def test_triton_finds_what_is_damaged_and_writes_within_bounds(numel: int) -> No
     for _ in range(60):
         gathered = np.concatenate(recorded.messages) if random.random() < 0.5 else damaged(recorded, random)[0][0]
         if gathered.shape[1:] != (2,) or gathered.dtype != np.int32 or not len(gathered):
-            # Refused before (`check_result`).
+            # Refused before (`Sending.receive`).
             continue
         messages = torch.from_numpy(gathered)
         if len(gathered) % WORLD:

@@ -33,7 +33,8 @@ class Worker(Feedback):
         return self.begun.sendings[bucket.name]
 
     def advance(self, bucket: Bucket | Sending, result: Any) -> Collective | None:
-        return self.begun.advance(self.sending(bucket), result)
+        following = self.begun.advance([(self.sending(bucket), result)])
+        return following[0][1] if following else None
 
     def spoil(self, bucket: Bucket) -> Sending:
         return self.begun.spoil(bucket)

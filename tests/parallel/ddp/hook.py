@@ -139,7 +139,7 @@ def a_hook_without_names_does_the_same() -> None:
         models.append(model)
     assert digest(models[0].parameters()) == digest(models[1].parameters())
     # DDP has packed its buckets anew, and every parameter has kept its number.
-    assert len(compression.state_dict()["residuals"]) == 4
+    assert len(compression.state_dict()["residuals"]) == len([*model.parameters()])
 
 
 @scenario(TORCHRUN_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
