@@ -41,7 +41,6 @@ class MovementSource(TensorSource):
     ) -> None:
         super().__init__(compressor, transport, active=compresses(transport.world))
         self._given, self._shards = names, shards
-        self._movements: Mapping[Tensor, Tensor] = {}
 
     @property
     def exchanges(self) -> int:
@@ -55,7 +54,7 @@ class MovementSource(TensorSource):
         # A rank that holds nothing of what is sharded learns from the others whether the step has failed.
         if not movements and not self._shards:
             return
-        self._movements = movements
+        self.memory = dict(movements)
         try:
             new = {one: name for one, name in self._given.items() if one in movements and one not in self.names}
             if new or self.driver.feedback is None:
@@ -67,16 +66,15 @@ class MovementSource(TensorSource):
             raise
         try:
             fail_together(self.driver.complete(), self._shards)
+            absent = [one for one in self.names if one not in movements]
+            self.memory |= {one: torch.empty_like(one) for one in absent}
             self.driver.finish(self.write)
         finally:
             self.driver.drop()
-            self._movements = {}
+            self.memory = {}
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self._movements.get(parameter)
-
-    def target(self, parameter: Tensor) -> Tensor:
-        return self._movements[parameter] if parameter in self._movements else torch.empty_like(parameter)
+        return self.memory.get(parameter)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

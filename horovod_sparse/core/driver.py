@@ -89,8 +89,10 @@ class Driver(Store):
         try:
             while waits:
                 # In an order that is the same on every rank: all have started the same collectives if one of them raises.
-                names = [bucket.name for bucket in step.feedback.buckets if bucket.name in waits]
-                results = [(step.sendings[name], waits.pop(name)()) for name in names]
+                results: list[tuple[Sending, Array]] = []
+                for bucket in step.feedback.buckets:
+                    if bucket.name in waits:
+                        results.append((step.sendings[bucket.name], waits.pop(bucket.name)()))
                 for sending, collective in step.advance(results):
                     waits[sending.name] = self._start(sending, collective)
         except Exception:

@@ -18,7 +18,7 @@ from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.selector import Outcome, Selector
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Reduced, Sent, Told
+from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Sent, Told
 from horovod_sparse.exchange.received import disagreement
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
@@ -55,7 +55,7 @@ class Sending:
         self._nbytes = 0
         self._added: list[tuple[Slot, Array, float]] = []
         """The gradients that the residual has, and their rates: a step that fails takes them out again."""
-        self._rates: dict[int, float] = {}
+        self.rates: dict[int, float] = {}
         """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
         self.not_finite: list[int] = []
         """The offsets of this rank's parameters whose gradients are known not to be finite."""
@@ -85,7 +85,7 @@ class Sending:
         slot = self.bucket.slots[name]
         if rate is not None:
             # Also without a gradient: what others send is in the unit of this rate.
-            self._rates[slot.offset] = rate
+            self.rates[slot.offset] = rate
         self._arrived.append((slot, gradient, 1.0 if rate is None else rate))
         self._nbytes += 0 if gradient is None else gradient.nbytes
         if self._nbytes >= self.together or not self.missing:
@@ -230,10 +230,6 @@ class Sending:
     def bad(self) -> list[str]:
         """Return the parameters whose gradients were not finite on this rank."""
         return [slot.name for slot in self.layout.slots if slot.offset in self.not_finite] if self.not_finite else []
-
-    def reduced(self, divisor: float) -> Reduced:
-        """Return the reduced gradients; NaN if a gradient was not finite."""
-        return Reduced(self.ops, self.sent_by_all, divisor, self._rates)
 
     def commit(self) -> None:
         """End a step that has succeeded on all ranks: what was taken out has been sent, and the rest stays."""

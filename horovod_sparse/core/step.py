@@ -11,7 +11,7 @@ from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
-from horovod_sparse.exchange.protocols import Collective, Reduced, Told
+from horovod_sparse.exchange.protocols import Asked, Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
 Wait = Callable[[], Array]
@@ -102,7 +102,9 @@ class Step:
         What the host must learn of a device is read together.
         """
         following: list[tuple[Sending, Collective]] = []
-        asked = [(sending, sending.receive(result)) for sending, result in results]
+        asked: list[tuple[Sending, Asked | None]] = []
+        for sending, result in results:
+            asked.append((sending, sending.receive(result)))
         while asked:
             arrays: list[Array] = []
             asking: list[tuple[Sending, Told]] = []
@@ -113,8 +115,11 @@ class Step:
                 elif one is not None:
                     following.append((sending, one))
                 self.fails |= sending.fails
-            numbers = iter(self.feedback.ops.told(arrays) if arrays else ())
-            asked = [(sending, sending.advance([next(numbers) for _ in one.arrays])) for sending, one in asking]
+            numbers, asked = self.feedback.ops.told(arrays) if arrays else [], []
+            for sending, told in asking:
+                count = len(told.arrays)
+                asked.append((sending, sending.advance(numbers[:count])))
+                del numbers[:count]
         return following
 
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
@@ -126,6 +131,7 @@ class Step:
         Raises:
             RuntimeError: another rank has given the step up. All ranks may go on.
         """
+        feedback = self.feedback
         if self.fails:
             self._tell(everyone)
             # Before the reduced gradients take the place of those that are to be taken out again.
@@ -136,9 +142,9 @@ class Step:
                 sending.commit()
                 truncated |= sending.bucket.truncated_steps > 0
             if truncated:
-                self.feedback.warn_truncated()
+                feedback.warn_truncated()
         for sending in () if self.given_up else self.sendings.values():
-            write(sending.layout.slots, sending.reduced(self.intake.divisor))
+            write(sending.layout.slots, Reduced(feedback.ops, sending.sent_by_all, self.intake.divisor, sending.rates))
 
     def _tell(self, everyone: Everyone | None) -> None:
         """Warn once of gradients that are not finite. Raise RuntimeError if another rank has given the step up."""

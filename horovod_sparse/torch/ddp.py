@@ -25,6 +25,7 @@ from horovod_sparse.torch.source import TensorSource, uncompiled
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
+"""The number of a backward pass that PyTorch has compiled."""
 
 
 def check_fit(
@@ -71,12 +72,8 @@ class DDPSource(TensorSource):
     ) -> None:
         super().__init__(compressor, group, active=compresses(group.world), optimizer=optimizer)
         self._given, self.reduce = given, uncompiled(self._reduce)
-        self._gradients: dict[Tensor, Tensor] = {}
-        """This step's gradients, in DDP's buckets, whose memory gets the reduced ones."""
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
         """DDP's buckets in this step, and what tells DDP that each is reduced."""
-        self._backward = _NO_BACKWARD
-        """The number that PyTorch has given to the backward pass in which this step began."""
         self._used: set[Tensor] | None = set() if finds_unused and self.active else None
         """The parameters that have got a gradient in this step; None if all have."""
         self._noted: set[Tensor] = set()
@@ -96,10 +93,7 @@ class DDPSource(TensorSource):
         return new
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self._gradients[parameter] if self._used is None or parameter in self._used else None
-
-    def target(self, parameter: Tensor) -> Tensor:
-        return self._gradients[parameter]
+        return self.memory[parameter] if self._used is None or parameter in self._used else None
 
     @torch.no_grad()
     def _reduce(self, bucket: Any) -> Future[Tensor]:
@@ -109,14 +103,15 @@ class DDPSource(TensorSource):
         if not self.active:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0:
-            self._begin_backward()
+        if bucket.index() == 0 and self._promised:
+            # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
+            self.give_up()
         if self.driver.feedback is None:
             self._check(bucket)
         if self._used is not None and not self._noted.issuperset(parameters):
             # Here the bare hook meets its parameters, and others those that are trained only now: these have gradients.
             self._used.update(self._note(parameters))
-        self._gradients.update(zip(parameters, bucket.gradients(), strict=True))
+        self.memory.update(zip(parameters, bucket.gradients(), strict=True))
         self._promised.append((buffer, future))
         if self.driver.feedback is not None:
             self.begin()
@@ -127,13 +122,6 @@ class DDPSource(TensorSource):
         if bucket.is_last():
             self._finish()
         return future
-
-    def _begin_backward(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if self._promised and backward != self._backward:
-            # Backward was interrupted.
-            self.give_up()
-        self._backward = backward
 
     def _check(self, bucket: Any) -> None:
         """Raise ValueError for a bucket of the first step that cannot be reduced."""
@@ -164,7 +152,7 @@ class DDPSource(TensorSource):
             self.driver.finish(self.write)
         except RuntimeError as raised:
             error, feedback = raised, self.driver.feedback
-            if feedback is None or feedback.is_broken or self._backward == _NO_BACKWARD:
+            if feedback is None or feedback.is_broken or torch._C._current_graph_task_id() == _NO_BACKWARD:
                 raise
 
             def end() -> None:
@@ -181,18 +169,17 @@ class DDPSource(TensorSource):
             future.set_result(buffer)
 
     def _agree(self) -> None:
-        new = {parameter: name for parameter, name in self._given.items() if parameter in self._gradients}
+        new = {parameter: name for parameter, name in self._given.items() if parameter in self.memory}
         if not new:
             # Backward begins with the last parameters of the model.
-            new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(self._gradients)])}
+            new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(self.memory)])}
         agree(self, new)
 
     def _forget(self) -> None:
-        self._gradients, self._promised = {}, []
+        self.memory, self._promised = {}, []
         if self._used is not None:
             self._used.clear()
 
     def give_up(self) -> None:
-        # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
         super().give_up()
         self._forget()

@@ -47,8 +47,6 @@ class ShardedSource(TensorSource):
         self._place, self._end = place, uncompiled(self._end_backward)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shards = shards_of(mesh, next(iter(self._parts.values())).device)
-        self._gradients: dict[Tensor, Tensor] = {}
-        """This step's gradients of the parts, whose memory gets the reduced ones."""
         self._used: set[Tensor] = set()
         """The parameters of the model that have got a gradient in this backward pass."""
         self._used_parts: set[Tensor] = set()
@@ -66,10 +64,7 @@ class ShardedSource(TensorSource):
         self._used.add(parameter)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self._gradients[parameter] if parameter in self._used_parts else None
-
-    def target(self, parameter: Tensor) -> Tensor:
-        return self._gradients[parameter]
+        return self.memory[parameter] if parameter in self._used_parts else None
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -83,31 +78,31 @@ class ShardedSource(TensorSource):
                 idle[whole] = None if whole.grad is None else whole.grad.clone()
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
-            self._gradients[part] = local_part(whole.grad)
+            self.memory[part] = local_part(whole.grad)
         self._used_parts = {part for whole, part in self._parts.items() if whole in self._used}
         try:
             self._reduce()
         finally:
             self.driver.drop()
             self._used.clear()
-            self._gradients = {}
+            self.memory = {}
         for whole, before in idle.items():
             # As with a dense average, what no replica has used keeps what it had.
             if whole.grad is not None and not local_part(whole.grad).any():
                 whole.grad = before
 
     def _reduce(self) -> None:
-        late = [name for part, name in self._given.items() if part in self._gradients and part not in self.names]
+        late = [name for part, name in self._given.items() if part in self.memory and part not in self.names]
         if late and self.names:
             raise ValueError(
                 f"parameters must require gradients from the first step on, or never, got {late} later; wrap the module anew, "
                 "and register it with a new compression"
             )
         if self.driver.feedback is None:
-            new = {part: name for part, name in self._given.items() if part in self._gradients}
+            new = {part: name for part, name in self._given.items() if part in self.memory}
             agree(self, new, more={"shard": self._place, "averages": str(self.averages)})
         # Of those that are frozen now, nothing is sent.
-        self._gradients |= {part: torch.zeros_like(part) for part in self.names if part not in self._gradients}
+        self.memory |= {part: torch.zeros_like(part) for part in self.names if part not in self.memory}
         self.add_rest()
         fail_together(self.driver.complete(), self._shards)
         self.driver.finish(self.write)

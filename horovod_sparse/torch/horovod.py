@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,8 +23,10 @@ from torch.utils.weak import TensorWeakRef
 
 from horovod_sparse.core.agreement import check_momentum, check_sparse, compare, is_elastic, op_name, warn_of_values
 from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.step import Step, Wait
+from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse, spoiled_sparse
@@ -165,11 +167,14 @@ class HorovodSource(TensorSource):
             return None
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def target(self, parameter: Tensor) -> Tensor:
-        if parameter.grad is None or parameter.grad.is_sparse:
-            # As stock Horovod does. Optimizers leave out parameters without a gradient.
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+    def write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+        for slot in slots:
+            parameter = self.parameters[slot.name]
+            if parameter.grad is None or parameter.grad.is_sparse:
+                # As stock Horovod does. Optimizers leave out parameters without a gradient.
+                parameter.grad = torch.zeros_like(parameter)
+            self.memory[parameter] = parameter.grad
+        super().write(slots, reduced)
 
     # --- reduced gradients out ---
 
@@ -246,7 +251,7 @@ class HorovodSource(TensorSource):
 
     def _forget(self) -> None:
         """Forget what backward has handed over. Reset the counts of stock hooks, also for a process set of one worker."""
-        self._handed, self._waits = {}, {}
+        self._handed, self._waits, self.memory = {}, {}, {}
         self.wrapped.begin_again()
 
     def give_up(self) -> None:

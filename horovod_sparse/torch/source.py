@@ -62,8 +62,10 @@ class TensorSource(ABC):
         )
         self.names: dict[Tensor, str] = {}
         """The parameters that have a bucket, with their names, in the order of the model; more can join."""
-        self._tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
         """The same parameters, by name."""
+        self.memory: dict[Tensor, Tensor] = {}
+        """Where the reduced gradients of this step belong, by parameter."""
         self._rates: dict[Tensor, float] = {}
         """This step's learning rates, for `lr_in_residual`."""
         self.scaler: torch.amp.GradScaler | None = None
@@ -79,10 +81,6 @@ class TensorSource(ABC):
     @abstractmethod
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient that a parameter has got in this step, as a dense tensor; None if it has got none."""
-
-    @abstractmethod
-    def target(self, parameter: Tensor) -> Tensor:
-        """Return where the reduced gradient of a parameter belongs."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -127,7 +125,7 @@ class TensorSource(ABC):
         parts: list[Part] = []
         rounded: list[tuple[Tensor, Tensor]] = []
         for slot in slots:
-            target = self.target(self._tensors[slot.name])
+            target = self.memory[self.parameters[slot.name]]
             if target.dtype in (torch.float32, torch.float64) and target.is_contiguous():
                 flat = target if target.dim() == 1 else target.view(-1)
             else:
@@ -178,7 +176,7 @@ class TensorSource(ABC):
         hint = "" if optimizer is None else advice(type(optimizer).__name__, optimizer.param_groups)
         self.driver.extend(described, tensors, hint, later)
         self.names.update(new)
-        self._tensors.update(tensors)
+        self.parameters.update(tensors)
 
     def _new_feedback(self) -> Feedback:
         one = self.driver.transport

@@ -132,7 +132,11 @@ class Workers:
     def held(self) -> list[dict[str, Any]]:
         """What every worker holds."""
         return [
-            {**one.state_dict(), "tallies": repr([(bucket.steps, bucket.last, bucket.sums) for bucket in one.buckets]), "steps": one.steps}
+            {
+                **one.state_dict(),
+                "tallies": repr([(bucket.steps, bucket.last, bucket.sums) for bucket in one.buckets]),
+                "steps": one.steps,
+            }
             for one in self.workers
         ]
 

@@ -118,7 +118,7 @@ class Receiver:
         try:
             for result in results:
                 if worker.advance(bucket, self.backend.array(result)) is None:
-                    write(bucket.layout.slots, sending.reduced(float(WORLD)))
+                    write(bucket.layout.slots, Reduced(sending.ops, sending.sent_by_all, float(WORLD), sending.rates))
                     break
         except RuntimeError as error:
             assert self._host.tobytes() == self._untouched, "something was written before the error"

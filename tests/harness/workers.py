@@ -85,7 +85,8 @@ def exchange(
         three = zip(workers, sendings, answers, strict=True)
         following = [worker.advance(sending, answer) for worker, sending, answer in three]
         assert len({one is None for one in following}) == 1
-    return [reduced_of(backend, sending.layout.slots, sending.reduced(divisor)) for sending in sendings]
+    reduced = [protocols.Reduced(one.ops, one.sent_by_all, divisor, one.rates) for one in sendings]
+    return [reduced_of(backend, sending.layout.slots, one) for sending, one in zip(sendings, reduced, strict=True)]
 
 
 def reduced_of(backend: Backend, slots: Sequence[Slot], reduced: protocols.Reduced) -> Reduced:

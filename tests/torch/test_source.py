@@ -15,10 +15,8 @@ class Gradients(TensorSource):
     """Where PyTorch keeps them."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad
-
-    def target(self, parameter: Tensor) -> Tensor:
         assert parameter.grad is not None
+        self.memory[parameter] = parameter.grad
         return parameter.grad
 
 
