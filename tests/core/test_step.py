@@ -134,8 +134,7 @@ class Workers:
         return [
             {
                 **one.state_dict(),
-                "tallies": repr([(bucket.steps, bucket.last, bucket.sums) for bucket in one.buckets]),
-                "steps": one.steps,
+                "counts": repr([(bucket.steps, bucket.last, bucket.sums) for bucket in one.buckets]),
             }
             for one in self.workers
         ]
@@ -153,7 +152,7 @@ def check_never_been(workers: Workers, before: Sequence[Mapping[str, Any]], name
                 old, new = numpy(array), numpy(now[part][one])
                 near = 0.0 if exact else 2 * precision * (np.abs(old) + np.abs(gradients[one]))
                 assert (np.abs(new - old) <= near).all(), (part, one)
-        for what in ("adaptive", "tallies", "steps"):
+        for what in ("adaptive", "counts"):
             assert now[what] == was[what], what
     if exact:
         other = Workers(workers.backend, name)
