@@ -37,7 +37,7 @@ class Step:
         if feedback.is_broken:
             raise RuntimeError(
                 f"rank {feedback.rank}: an exchange has ended by an exception before, so what waits here may not fit to the "
-                "other ranks; load a state on all ranks, call compression.reset() on all, or make a new compression"
+                "other ranks; load a state on all ranks, or call compression.reset() (in NumPy SparseAllreduce.reset()) on all"
             )
         self.feedback = feedback
         self.intake = feedback.intake if scale == 1.0 else feedback.new_intake(scale=scale)

@@ -60,9 +60,6 @@ class NumpyOps(Ops):
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
         residual[...] = np.asarray(gradient).reshape(residual.shape)
 
-    def joined(self, arrays: Sequence[Array], dtype: str) -> Array:
-        return np.concatenate([one.reshape(-1) for one in arrays]).astype(dtype, copy=False)
-
     def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
         for first, target in parts:
             target[:] = x[first : first + len(target)]
@@ -72,9 +69,6 @@ class NumpyOps(Ops):
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
-
-    def is_finite(self, array: Array) -> Array:
-        return np.array([self.all_finite(array)])
 
     def told(self, arrays: Sequence[Array]) -> list[list[Any]]:
         return [array.tolist() for array in arrays]

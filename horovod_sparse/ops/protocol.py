@@ -108,9 +108,6 @@ class Ops(Protocol):
     def assign(self, residual: Array, gradient: Array) -> None:
         """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
 
-    def joined(self, arrays: Sequence[Array], dtype: str) -> Array:
-        """Return the entries of arrays, one after the other, as a new flat array of `dtype`. They are as in `accumulate`."""
-
     def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
         """Copy parts of x, which begin at these indices, to flat arrays. They do not overlap, and have the order of x."""
 
@@ -119,9 +116,6 @@ class Ops(Protocol):
 
     def all_finite(self, array: Array) -> bool:
         """Return whether the array (any shape) holds neither NaN nor infinity."""
-
-    def is_finite(self, array: Array) -> Array:
-        """Return `all_finite` as an array of one number, for `told`. A device is not waited for."""
 
     def told(self, arrays: Sequence[Array]) -> list[list[Any]]:
         """Return the numbers in flat arrays. The host waits for a device once, whatever their number."""

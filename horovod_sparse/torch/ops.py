@@ -104,10 +104,6 @@ class TorchOps(Ops):
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
-    def joined(self, arrays: Sequence[Tensor], dtype: str) -> Tensor:
-        # Most small gradients are flat, and need not be asked for their size.
-        return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in arrays]).to(getattr(torch, dtype))
-
     def copy_parts(self, x: Tensor, parts: Sequence[Part]) -> None:
         targets = [target for _, target in parts]
         sizes = [target.numel() for target in targets]
@@ -124,11 +120,6 @@ class TorchOps(Ops):
     def all_finite(self, array: Tensor) -> bool:
         # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
-
-    def is_finite(self, array: Tensor) -> Tensor:
-        if on_host(array):
-            return torch.tensor([self.all_finite(array)])
-        return torch.isfinite(array).all().view(1)
 
     def told(self, arrays: Sequence[Tensor]) -> list[list[Any]]:
         numbers: list[list[Any]] = []

@@ -71,6 +71,24 @@ def a_state_of_another_step_on_one_rank_raises_on_all(make: MakeCompression, beh
     assert compression.stats().last.total.ratio < 1.0
 
 
+@scenario(*PAIR)
+def a_state_of_another_model_raises_on_all_in_the_first_step() -> None:
+    """Also if one rank alone has loaded it. Without the state all train."""
+    saved = TopK(0.01, warmup=None)
+    other = small_model()
+    train(other, wrap(other, saved), range(2))
+    model, compression = torch.nn.Linear(32, 10), TopK(0.01, warmup=None)
+    optimizer = wrap(model, compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if hvd.rank() == 1:
+        compression.load_state_dict(saved.state_dict())
+    message = raised(ValueError, lambda: train(model, optimizer, range(1)))
+    assert "'problem'" in message and "'0.weight'" in message, message
+    compression.reset()
+    train(model, optimizer, range(2))
+    assert_identical(model)
+
+
 @scenario(*EVERYWHERE)
 def a_damaged_message_raises_on_all() -> None:
     """Wherever it comes from. Training goes on when all ranks begin anew."""
