@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -29,6 +30,7 @@ COMPRESSORS = [
     Threshold(1.0),
     SIDCo(0.001, warmup=None),
     SIDCo(0.001, distribution="gpareto", warmup=None),
+    RandomK(0.001, warmup=None),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.exchange.protocols import Choice
 from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _MANY = 16
 """If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
@@ -74,3 +76,10 @@ class RandomCompressor(Compressor):
     def shared(self) -> bool:
         """Whether all workers draw the same entries."""
         return isinstance(self.exchange, SharedIndices)
+
+    @abstractmethod
+    def drawn(self, numel: int, k: int, state: BucketState) -> NDArray[np.int64]:
+        """Draw k of `numel` entries, and return their indices, ascending: a function of seed, bucket and step."""
+
+    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        return Selection(ops.indices(self.drawn(len(x), k, state), x), k)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.draws import RandomCompressor, draw
-from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
 class RandomBlock(RandomCompressor):
@@ -20,11 +20,8 @@ class RandomBlock(RandomCompressor):
     Args: those of `RandomCompressor`.
     """
 
-    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        numel = len(x)
+    def drawn(self, numel: int, k: int, state: BucketState) -> NDArray[np.int64]:
         start = draw(self.seed, state, shared=self.shared) % numel
         state.fingerprint = zlib.crc32(start.to_bytes(8, "little")) >> 1 if self.shared else 0
         chosen = np.arange(start, start + k)
-        if chosen[-1] >= numel:
-            chosen = np.sort(chosen % numel)
-        return Selection(ops.indices(chosen, x), k)
+        return chosen if chosen[-1] < numel else np.sort(chosen % numel)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 
+import numpy as np
+from numpy.typing import NDArray
+
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.draws import RandomCompressor, distinct, generator
-from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
 class RandomK(RandomCompressor):
@@ -18,7 +20,7 @@ class RandomK(RandomCompressor):
     Args: those of `RandomCompressor`.
     """
 
-    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        drawn = distinct(generator(self.seed, state, shared=self.shared), len(x), k)
-        state.fingerprint = zlib.crc32(drawn.data) >> 1 if self.shared else 0
-        return Selection(ops.indices(drawn, x), k)
+    def drawn(self, numel: int, k: int, state: BucketState) -> NDArray[np.int64]:
+        chosen = distinct(generator(self.seed, state, shared=self.shared), numel, k)
+        state.fingerprint = zlib.crc32(chosen.data) >> 1 if self.shared else 0
+        return chosen

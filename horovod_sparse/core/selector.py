@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
-from horovod_sparse.ops.protocol import Array, Part
+from horovod_sparse.ops.protocol import Array, Part, Selection
 
 
 class Outcome(NamedTuple):
@@ -26,14 +26,18 @@ class Outcome(NamedTuple):
 
 
 class Selector(Protocol):
-    """Takes gradients into one bucket and gives a message out, on the bucket's device, for which the host does not wait.
+    """Takes gradients into one bucket and gives messages out, on the bucket's device, for which the host does not wait.
 
-    In a step `accumulate` is called for all parameters, a few at a time, then `message`, and `finish` at the end.
+    In a step `accumulate` is called for all parameters, a few at a time, then `message` or `select`, and `finish` at the end.
     """
 
     @property
     def numbers(self) -> Array:
         """What the device knows of the selection: a flat array there, for `finish`."""
+
+    @property
+    def fault(self) -> Array:
+        """1 if a gradient was not finite, else 0, once something was selected: an array of no dimension."""
 
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
@@ -46,6 +50,15 @@ class Selector(Protocol):
 
     def message(self) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
+
+    def select(self) -> Selection:
+        """Return the selection: indices, and padding up to the message's capacity. Nothing is taken."""
+
+    def take_out(self, indices: Array) -> tuple[Array, Array]:
+        """Return the message of pairs of these indices, and its values, which are no longer in the residual.
+
+        Something must have been selected before. Nothing is taken if a gradient was not finite.
+        """
 
     def finish(self, numbers: Sequence[float]) -> Outcome:
         """Return what became of the selection, of which the host has learned the numbers. The state learns from them."""

@@ -59,8 +59,8 @@ class Sending:
         """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
         self.not_finite: list[int] = []
         """The offsets of this rank's parameters whose gradients are known not to be finite."""
-        self._message: Array | None = None
-        """The message of pairs. On a device its number of entries may not be known yet."""
+        self._messages: list[Array] = []
+        """Messages of pairs that hold what was taken out of the residual. On a device their numbers may not be known yet."""
         self._taken: list[Entries] = []
         """Entries taken out of the residual in another way."""
         self._all_taken = False
@@ -161,21 +161,23 @@ class Sending:
     def finite(self) -> bool:
         return not self.not_finite
 
+    @property
+    def fault(self) -> int | Array:
+        return int(not self.finite)
+
     def message(self) -> Array:
-        if self.not_finite:
-            indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
-        else:
-            indices, found, _ = self.select()
-        self.outcome = Outcome(len(indices), found - len(indices))
-        message = self._message = self.ops.take_pairs_out(self.buffer, indices, self.capacity)
+        indices = self.ops.indices(np.empty(0, np.int64), self.buffer) if self.not_finite else self.select().indices
+        message = self.ops.take_pairs_out(self.buffer, indices, self.capacity)
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
+        self._messages.append(message)
         return message
 
     def select(self) -> Selection:
         bucket, compressor = self.bucket, self.bucket.compressor
         selection = compressor.select(bucket.tracked, self.buffer, self.stage.k, self.capacity, self.state)
         bucket.tracked.forget()
+        self.outcome = Outcome(0, selection.found - len(selection.indices))
         if bucket.is_foreign:
             check_selection(type(compressor).__name__, selection, self.buffer, self.capacity)
         return selection
@@ -189,8 +191,8 @@ class Sending:
         self._all_taken = True
         return self.buffer
 
-    def sent(self, count: int, truncated: int = 0) -> None:
-        self.outcome = Outcome(count, truncated)
+    def sent(self, count: int) -> None:
+        self.outcome = self.outcome._replace(sent=count)
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
@@ -268,16 +270,14 @@ class Sending:
                 self.ops.accumulate(self.buffer, [(slot.offset, prepared)], None, -rate)
 
     def _taken_out(self) -> list[Entries]:
-        """Return what was taken out of the residual. The message tells it, unless a gradient was not finite."""
-        if self._message is None:
-            return self._taken
-        (rows,) = self.ops.told([self.ops.rows_in_use(self._message, 1, self.numel)])
-        used = max(int(rows[0]), 0)
-        return [*self._taken, Entries(*self.ops.unpack(self._message, used))]
+        """Return what was taken out of the residual. Messages tell it, unless a gradient was not finite."""
+        told = self.ops.told([self.ops.rows_in_use(one, 1, self.numel) for one in self._messages])
+        pairs = [self.ops.unpack(one, max(used, 0)) for one, (used,) in zip(self._messages, told, strict=True)]
+        return [*self._taken, *(Entries(*one) for one in pairs)]
 
 
 class DeviceSending(Sending):
-    """A bucket that selects on its device in a step, in pairs.
+    """A bucket that selects on its device in a step.
 
     Args:
         device: what selects. The other arguments are those of `Sending`.
@@ -300,10 +300,25 @@ class DeviceSending(Sending):
         # What the device has noted of them is of the step before.
         self._device.accumulate(parts, None, 1.0)
 
-    def message(self) -> Array:
+    @property
+    def fault(self) -> int | Array:
         # The device knows nothing of a step that is given up.
-        message = self._message = super().message() if self.not_finite else self._device.message()
+        return self._device.fault if self.finite else 1
+
+    def message(self) -> Array:
+        if not self.finite:
+            return super().message()
+        message = self._device.message()
+        self._messages.append(message)
         return message
+
+    def select(self) -> Selection:
+        return self._device.select()
+
+    def take_out(self, indices: Array) -> Array:
+        message, values = self._device.take_out(indices)
+        self._messages.append(message)
+        return values
 
     def advance(self, answer: Any) -> Asked | None:
         if self._has_asked:

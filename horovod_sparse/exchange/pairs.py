@@ -46,4 +46,7 @@ class Pairs(Exchange):
         (used,) = yield Told([bucket.ops.rows_in_use(gathered, bucket.world, bucket.numel)])
         if wire.DAMAGED in used:
             raise damaged(bucket, f"message of worker {used.index(wire.DAMAGED)}", OUT_OF_ORDER)
-        return None if wire.NOT_FINITE in used else Messages(gathered, used)
+        if wire.NOT_FINITE in used:
+            return None
+        bucket.sent(used[bucket.position])
+        return Messages(gathered, used)

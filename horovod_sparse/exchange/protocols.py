@@ -122,7 +122,14 @@ class Sender(Named, Protocol):
 
     @property
     def finite(self) -> bool:
-        """Whether all of this rank's gradients are finite."""
+        """Whether all of this rank's gradients are finite, as far as the host knows."""
+
+    @property
+    def fault(self) -> int | Array:
+        """1 if a gradient of this rank is not finite, else 0: a number, or an array of one that the host does not wait for.
+
+        An array knows it when something has been selected.
+        """
 
     def message(self) -> Array:
         """Select, take what was selected out of the residual, and return message 1 of `wire` with it."""
@@ -136,8 +143,8 @@ class Sender(Named, Protocol):
     def take_all_out(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
 
-    def sent(self, count: int, truncated: int = 0) -> None:
-        """Record how many entries are sent, and how many had no room."""
+    def sent(self, count: int) -> None:
+        """Record how many entries are sent."""
 
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""

@@ -31,9 +31,10 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
 
     `values` were taken out of the residual. If the lowest 16 bits of `checksum` >= 0 differ, all ranks raise RuntimeError.
     """
-    bucket.sent(len(values))
-    tail = wire.tail(bucket.finite, checksum)
-    total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
+    tail = wire.tail(checksum)
+    message = bucket.ops.pack_values(values, length, tail)
+    message[length] = bucket.fault
+    total = yield Collective("allreduce", message)
     ((bad, *bits),) = yield Told([total[length:]])
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if not {*bits} <= {0.0, float(bucket.world)}:
@@ -42,4 +43,5 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
         raise damaged(
             bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
         )
+    bucket.sent(len(values))
     return None if bad else Entries(indices, total[: len(values)])

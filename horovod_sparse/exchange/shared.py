@@ -18,7 +18,7 @@ class SharedIndices(Exchange):
     needs = "alike"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
-        return [Round("allreduce", capacity + len(wire.tail(True, 0)), "float32")]
+        return [Round("allreduce", capacity + len(wire.tail(0)), "float32")]
 
     def collectives(self, bucket: Sender) -> Exchanging:
         indices = bucket.select().indices
@@ -33,7 +33,7 @@ class Dense(Exchange):
     needs = "all"
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
-        return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]
+        return [Round("allreduce", numel + len(wire.tail(0)), None)]
 
     def collectives(self, bucket: Sender) -> Exchanging:
         # Only the step must be the same: workers that have trained with fewer others have states of their own.

@@ -45,7 +45,7 @@ class Union(Exchange):
         indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
         if indices is None:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
-        bucket.sent(len(indices), selection.found - len(selection.indices))
+        bucket.sent(len(indices))
         bucket.observe(len(indices), proposed)
         room = min(bucket.capacity * bucket.world, bucket.numel)
         values = bucket.take_out(indices)

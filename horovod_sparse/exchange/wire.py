@@ -60,9 +60,9 @@ def split(gathered: Array, world: int) -> list[Array]:
     return [gathered[sender * rows : (sender + 1) * rows] for sender in range(world)]
 
 
-def tail(finite: bool, checksum: int) -> list[float]:
-    """Return the numbers that follow the values of a rank in message 2."""
-    return [0.0 if finite else 1.0] + [float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS)]
+def tail(checksum: int) -> list[float]:
+    """Return the numbers that follow the values of a rank in message 2, if its gradients are finite."""
+    return [0.0] + [float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS)]
 
 
 def float_bits(number: float) -> int:

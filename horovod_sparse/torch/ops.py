@@ -265,7 +265,8 @@ class TorchOps(Ops):
         message = values.new_empty(length + len(tail))
         message[: values.numel()] = values
         message[values.numel() : length] = 0
-        message[length:] = values.new_tensor(tail)
+        host = torch.tensor(tail, dtype=values.dtype)
+        message[length:].copy_(host if values.is_cpu else host.pin_memory(), non_blocking=True)
         return message
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:

@@ -145,4 +145,4 @@ def test_a_union_has_every_index_once(backend: Backend, messages: list[set[int]]
 
 def test_limits() -> None:
     # All values of a bucket and the 17 numbers after them are one message, whose elements are counted in C ints.
-    assert wire.MAX_BUCKET + len(wire.tail(True, 0)) == wire.MAX_GATHERED == 2**31 - 1
+    assert wire.MAX_BUCKET + len(wire.tail(0)) == wire.MAX_GATHERED == 2**31 - 1

@@ -586,7 +586,7 @@ def small_parameters_share_one_allreduce(arguments: dict[str, Any]) -> None:
         with noted_calls() as events:
             reduce(optimizer, parameters, {n: g for n, g in given.items() if n not in left_out})
         sums = [shape for kind, _, shape in events if kind == "sum"]
-        sizes = [one[0] - len(wire.tail(True, 0)) for one in sums]
+        sizes = [one[0] - len(wire.tail(0)) for one in sums]
         assert sorted(sizes) == [5, sum(range(1, 20)) + 1, 900], "one for each type, and the large one's"
         for name in shapes.keys() - {"weight", "bias3"}:
             ranks = [rank for rank in range(hvd.size()) if name != "bias5" or rank != 1]

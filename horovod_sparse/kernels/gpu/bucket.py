@@ -19,12 +19,12 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, write
+from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, write
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
-from horovod_sparse.ops.protocol import Part
+from horovod_sparse.ops.protocol import Part, Selection
 
 _BLOCK = 4096
 _TILES = 2048
@@ -179,22 +179,58 @@ class DeviceBucket:
         aligned = not (at % 16).any() and not (begins % RUN).any() and not (ends % RUN).any()
         return np.stack([tiles, at]), aligned
 
+    @property
+    def fault(self) -> Tensor:
+        return self.numbers[NUMBERS.index("not_finite")] > 0
+
     def message(self) -> Tensor:
-        k, capacity = self._k, self._capacity
-        request = self.rule.request(self._state, k)
-        message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
+        self._fit()
+        drawn = self._drawn()
+        return self._searched() if drawn is None else self._taken(drawn, self._capacity)
+
+    def select(self) -> Selection:
+        self._fit()
+        drawn = self._drawn()
+        assert drawn is not None
+        return Selection(drawn, self._k)
+
+    def take_out(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        message = self._taken(indices, len(indices))
+        return message, _values_of(message).contiguous()
+
+    def _fit(self) -> None:
+        request = self.rule.request(self._state, self._k)
+        asked = self._k, request.aim, request.cut, request.most_tail, self._floor()
+        results = self._histograms, self.numbers, self._words
+        constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
         with torch.cuda.device_of(self.buffer):
-            asked = k, request.aim, request.cut, request.most_tail, self._floor()
-            results = self._histograms, self.numbers, self._words
-            constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
             fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
+
+    def _drawn(self) -> Tensor | None:
+        indices = self.rule.drawn(self._state, self._k)
+        return None if indices is None else sent_to(self.buffer.device, indices)
+
+    def _taken(self, indices: Tensor, rows: int) -> Tensor:
+        message = self._rows(rows)
+        asked = self.buffer, self.buffer.numel(), indices, len(indices), rows
+        with torch.cuda.device_of(self.buffer):
+            take[(-(-rows // CHUNK),)](*asked, message, self.numbers, CHUNK=CHUNK)
+        return message
+
+    def _searched(self) -> Tensor:
+        capacity, request = self._capacity, self.rule.request(self._state, self._k)
+        message = self._rows(capacity)
+        with torch.cuda.device_of(self.buffer):
             if request.rule != "largest":
                 self._count(-1, 0)
-            self._search(request, k, capacity)
+            self._search(request, self._k, capacity)
             self._count(len(_WIDTHS) - 1, _WIDTHS[-1])
             counts = self._above, self._equal, self._groups
             self._launch(write, *counts, capacity, message, self.numbers, GROUPS=self._lanes)
         return message
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.empty((count, 2), dtype=torch.int32, device=self.buffer.device)
 
     def _launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launch one of the kernels after `fit`: all of them begin with the entries and end with the words and the shape."""
@@ -230,6 +266,10 @@ class DeviceBucket:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         return [offset for offset, tiles in self._tiles_of.items() if row[tiles.start : tiles.stop].any()]
+
+
+def _values_of(message: Tensor) -> Tensor:
+    return message.view(torch.float32)[:, 1]
 
 
 def selector_for(

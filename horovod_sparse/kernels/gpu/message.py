@@ -6,6 +6,7 @@ Tested by tests/kernels/gpu/test_kernels.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,28 @@ def write(
         tl.store(numbers + SENT, sent.to(tl.float64))
         tl.store(numbers + LIMIT_VALUE, value_of(limit))
         tl.store(numbers + COLLECTED_AGAIN, tl.load(words + COLLECTED).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["numel", "listed", "capacity"])
+def take(
+    residual,
+    numel: tl.int64,
+    indices,
+    listed: tl.int64,
+    capacity: tl.int64,
+    message,
+    numbers,
+    CHUNK: tl.constexpr,
+):
+    """Write the message of pairs of the first `listed` of some indices, and set to zero what is in the message."""
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    index = tl.load(indices + row, row < listed, other=_WIRE_PADDING).to(tl.int64)
+    bad = tl.load(numbers + NOT_FINITE).to(tl.int32) > 0
+    chosen = (index >= 0) & (index < numel) & ~bad
+    x = tl.load(residual + index, chosen, other=0.0)
+    tl.store(residual + index, tl.zeros_like(x), chosen)
+    unused = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
+    _store_rows(message, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])
@@ -217,7 +240,7 @@ def numbered(counts: ArrayLike, firsts: ArrayLike) -> tuple[NDArray[np.int64], N
     return part, np.arange(len(part)) + (firsts - counts.cumsum() + counts)[part]
 
 
-def sent_to(where: torch.device, table: NDArray[np.int64]) -> Tensor:
+def sent_to(where: torch.device, table: NDArray[Any]) -> Tensor:
     """Return a table on a device, for which the host does not wait."""
     host = torch.from_numpy(table)
     return host.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else host

@@ -13,10 +13,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from horovod_sparse.compressors import sidco, threshold, topk
 from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import SharedIndices
 from horovod_sparse.ops.protocol import Sums
 
 
@@ -44,6 +49,10 @@ class Rule:
         """Return what to do in the next step. It does not change from the first gradient to the selection."""
         return Request("largest")
 
+    def drawn(self, state: BucketState, k: int) -> NDArray[np.int64] | None:
+        """Return the indices of a choice that needs no look at the entries, ascending; None if there is no such choice."""
+        return None
+
     def floor(self, state: BucketState, guess: float) -> float:
         """Return the magnitude that candidates exceed: a guess of somewhat less than the limit, or better if it is known."""
         return guess
@@ -67,6 +76,24 @@ class Above(Rule):
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         state.threshold = self.threshold
+
+
+@dataclass(frozen=True)
+class Drawn(Rule):
+    """The rule of RandomK and RandomBlock."""
+
+    compressor: RandomCompressor
+    numel: int
+    """Entries of the bucket."""
+
+    def request(self, state: BucketState, k: int) -> Request:
+        return Request("nothing")
+
+    def drawn(self, state: BucketState, k: int) -> NDArray[np.int64]:
+        return self.compressor.drawn(self.numel, k, state)
+
+    def floor(self, state: BucketState, guess: float) -> float:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -110,13 +137,15 @@ class Fitted(Rule):
 
 def rule_of(compressor: Compressor, numel: int) -> Rule | None:
     """Return how a compressor selects on the device from a bucket of `numel` entries, or None if it does not."""
-    if type(compressor.exchange) is not Pairs or compressor.clip is not None:
+    if type(compressor.exchange) not in (Pairs, SharedIndices) or compressor.clip is not None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:
         return Rule()
     if isinstance(compressor, threshold.Threshold) and select is threshold.Threshold.select:
         return Above(compressor.threshold)
+    if isinstance(compressor, RandomCompressor) and select is RandomCompressor.select:
+        return Drawn(compressor, numel)
     if isinstance(compressor, SIDCo) and select is SIDCo.select:
         formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
         return Fitted(compressor, numel) if formula else None

@@ -78,12 +78,12 @@ def fit(
 ):
     """Add up the tiles' sums in one program, and decide what is to be selected.
 
-    RULE "largest" selects the k largest entries. "above" selects all above `floor`. "exponential" and "gpareto" fit a threshold
-    to the entries above `cut` so that `aim` of them exceed it, and select all above the threshold. They do so if the entries
-    above `cut` are more than `aim` and at most the fraction `most_tail` of those that are not zero. Otherwise they select the k
-    largest.
+    RULE "nothing" selects nothing. "largest" selects the k largest entries. "above" selects all above `floor`. "exponential"
+    and "gpareto" fit a threshold to the entries above `cut` so that `aim` of them exceed it, and select all above the
+    threshold. They do so if the entries above `cut` are more than `aim` and at most the fraction `most_tail` of those that are
+    not zero. Otherwise they select the k largest.
     """
-    FITS: tl.constexpr = RULE != "largest" and RULE != "above"
+    FITS: tl.constexpr = RULE != "nothing" and RULE != "largest" and RULE != "above"
     for start in range(0, HISTOGRAMS * HISTOGRAM, CHUNK):
         tl.store(histograms + start + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
     count, largest, tail_count, total, squares, not_finite, candidates = add_up(partials, tiles, numbers, FITS, CHUNK)

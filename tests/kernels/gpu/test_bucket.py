@@ -32,8 +32,10 @@ def _worker(ops: TorchOps, compressor: Compressor, **where: Any) -> Worker:
 
 TRITON = Backend("torch-triton", TorchOps(), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _worker)
 DEFAULT = "sidco-exponential-robust"
-NAMES = ("topk", DEFAULT, "sidco-gpareto-robust", "sidco-one-stage", "threshold")
+NAMES = ("topk", DEFAULT, "sidco-gpareto-robust", "sidco-one-stage", "threshold", "randomk", "randomblock-own")
 ROWS = [row for row in COMPRESSORS if row.name in NAMES]
+EXACT = [row for row in ROWS if row.name in ("threshold", "randomk", "randomblock-own")]
+"""What selects the same entries everywhere, beside TopK."""
 
 
 def test_the_rows_select_on_the_device() -> None:
@@ -80,8 +82,8 @@ SHAPES = {"a": (12, 20), "b": (100,), "c": (77,)}
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*(("topk", options) for options in OPTIONS.values()), ("threshold", {})],
-    ids=[*OPTIONS, "threshold"],
+    [*(("topk", options) for options in OPTIONS.values()), *((row.name, {}) for row in EXACT)],
+    ids=[*OPTIONS, *map(str, EXACT)],
 )
 def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
     """Two workers, several parameters, one of them without a gradient in a step, and one gradient that is not finite."""

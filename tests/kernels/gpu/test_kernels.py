@@ -460,7 +460,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "check", "add_up"}
+    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "take", "check", "add_up"}
 
 
 @pytest.mark.full
