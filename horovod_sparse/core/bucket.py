@@ -70,8 +70,8 @@ class Bucket:
         # The tests hold the package's own classes to it.
         self.is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
         """Whether the selections are checked."""
-        self.device = None if layout.is_dense else device_selector(compressor, layout, buffer, velocity)
-        """What selects on the bucket's device; None if the host does. Dense steps are the host's."""
+        self.device = device_selector(compressor, layout, buffer, velocity)
+        """What selects on the bucket's device; None if the host does."""
         correction = compressor.momentum_correction
         self.masks = correction is not None and correction.masking
         """Whether the velocity becomes zero where entries are sent."""

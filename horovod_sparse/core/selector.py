@@ -28,7 +28,8 @@ class Outcome(NamedTuple):
 class Selector(Protocol):
     """Takes gradients into one bucket and gives messages out, on the bucket's device, for which the host does not wait.
 
-    In a step `accumulate` is called for all parameters, a few at a time, then `message` or `select`, and `finish` at the end.
+    In a step `accumulate` is called for all parameters, a few at a time, then `decide`, `message` or `select`, if anything is
+    selected, and `finish` at the end.
     """
 
     @property
@@ -37,7 +38,7 @@ class Selector(Protocol):
 
     @property
     def fault(self) -> Array:
-        """1 if a gradient was not finite, else 0, once something was selected: an array of no dimension."""
+        """1 if a gradient was not finite, else 0, once `decide` was called: an array of no dimension."""
 
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
@@ -48,6 +49,9 @@ class Selector(Protocol):
         None stands for no gradient: what is known of the parameter is of the step before.
         """
 
+    def decide(self) -> None:
+        """Find out whether all gradients were finite, and what is to be selected."""
+
     def message(self) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
@@ -57,7 +61,7 @@ class Selector(Protocol):
     def take_out(self, indices: Array) -> tuple[Array, Array]:
         """Return the message of pairs of these indices, and its values, which are no longer in the residual.
 
-        Something must have been selected before. Nothing is taken if a gradient was not finite.
+        Nothing is taken if a gradient was not finite.
         """
 
     def finish(self, numbers: Sequence[float]) -> Outcome:

@@ -300,6 +300,10 @@ class DeviceSending(Sending):
         # What the device has noted of them is of the step before.
         self._device.accumulate(parts, None, 1.0)
 
+    def begin(self) -> Collective:
+        self._device.decide()
+        return super().begin()
+
     @property
     def fault(self) -> int | Array:
         # The device knows nothing of a step that is given up.

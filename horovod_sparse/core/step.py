@@ -77,7 +77,7 @@ class Step:
     def _reach(self, bucket: Bucket) -> Sending:
         sending = self.sendings.get(bucket.name)
         if sending is None:
-            if bucket.device is None or bucket.stage.is_dense:
+            if bucket.device is None:
                 sending = Sending(bucket, self.intake)
             else:
                 sending = DeviceSending(bucket, self.intake, bucket.device)

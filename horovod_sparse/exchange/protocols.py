@@ -213,7 +213,4 @@ class Reduced:
                 for _, target in some:
                     target[:] = math.nan
             else:
-                self.ops.copy_parts(sent.values, some)
-                if divisor != 1.0:
-                    for _, target in some:
-                        target /= divisor
+                self.ops.copy_parts(sent.values, some, divisor)

@@ -60,9 +60,9 @@ class NumpyOps(Ops):
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
         residual[...] = np.asarray(gradient).reshape(residual.shape)
 
-    def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
+    def copy_parts(self, x: Array, parts: Sequence[Part], divisor: float) -> None:
         for first, target in parts:
-            target[:] = x[first : first + len(target)]
+            np.divide(x[first : first + len(target)], divisor, out=target, casting="same_kind")
 
     def copy(self, array: Array) -> Array:
         return array.copy()

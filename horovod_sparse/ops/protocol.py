@@ -108,8 +108,8 @@ class Ops(Protocol):
     def assign(self, residual: Array, gradient: Array) -> None:
         """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
 
-    def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
-        """Copy parts of x, which begin at these indices, to flat arrays. They do not overlap, and have the order of x."""
+    def copy_parts(self, x: Array, parts: Sequence[Part], divisor: float) -> None:
+        """Write parts of x, which begin at these indices, to flat arrays, divided. They do not overlap, and have x's order."""
 
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""

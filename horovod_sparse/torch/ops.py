@@ -104,7 +104,7 @@ class TorchOps(Ops):
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
-    def copy_parts(self, x: Tensor, parts: Sequence[Part]) -> None:
+    def copy_parts(self, x: Tensor, parts: Sequence[Part], divisor: float) -> None:
         targets = [target for _, target in parts]
         sizes = [target.numel() for target in targets]
         if sum(sizes) == x.numel():
@@ -113,6 +113,8 @@ class TorchOps(Ops):
             sources = [x[first : first + size] for (first, _), size in zip(parts, sizes, strict=True)]
         if targets:
             torch._foreach_copy_(targets, sources)
+            if divisor != 1.0:
+                torch._foreach_div_(targets, divisor)
 
     def copy(self, array: Tensor) -> Tensor:
         return array.clone()

@@ -20,7 +20,7 @@ from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, write
-from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
+from horovod_sparse.kernels.gpu.rules import Blind, Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
@@ -47,6 +47,9 @@ _WIDTHS = 8, 8, 8, 7
 """Width of each digit of a magnitude, in bits, from the most significant digit."""
 _SAMPLED_WIDTH = 11
 """That of the digit that a sample is counted by: the exponent and three more bits of a float32."""
+
+
+_DENSE = Blind()
 
 
 class DeviceBucket:
@@ -79,7 +82,7 @@ class DeviceBucket:
             most = 1 << max(buffer.numel() // _TILES, 1).bit_length() - 1
             block = min(max(most, _BLOCK), MOST_BLOCK)
         assert RUN <= chunk <= block <= MOST_BLOCK
-        self.rule = rule
+        self.rule = self._now = rule
         self.buffer, self._velocity = buffer, velocity
         assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
         self._tiles_of: dict[int, range] = {}
@@ -122,16 +125,17 @@ class DeviceBucket:
         """The magnitude that the last step compared entries with."""
         self._margin = _MARGIN
         self._state, self._k, self._capacity = BucketState(), 0, 0
-        """Of the step that has begun."""
+        """Of the step that has begun, as is `_now`, its rule."""
 
     def forget(self) -> None:
         self._limit = math.inf
 
     def begin(self, state: BucketState, stage: Stage) -> None:
         self._state, self._k, self._capacity = state, stage.k, stage.capacity
+        self._now = _DENSE if stage.is_dense else self.rule
 
     def _floor(self) -> float:
-        return self.rule.floor(self._state, self._limit * (1.0 - self._margin))
+        return self._now.floor(self._state, self._limit * (1.0 - self._margin))
 
     def _adapt(self, numbers: Mapping[str, float]) -> None:
         """Let the next step have more candidates than it sends, but not many more."""
@@ -142,13 +146,13 @@ class DeviceBucket:
             self._margin *= _LESS
 
     def accumulate(self, gradients: Sequence[Part], momentum: float | None, rate: float) -> None:
-        request, floor = self.rule.request(self._state, self._k), self._floor()
+        request, floor = self._now.request(self._state, self._k), self._floor()
         numbers = request.cut, floor, momentum or 0.0, rate
         constants = {
             "SLOTS": self._slots_each,
             "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
             "HAS_VELOCITY": momentum is not None,
-            "MEASURES": self.rule.measures,
+            "MEASURES": self._now.measures,
             # A product and a sum must round twice, as they do everywhere else.
             "enable_fp_fusion": momentum is None and rate == 1.0,
         }
@@ -184,12 +188,10 @@ class DeviceBucket:
         return self.numbers[NUMBERS.index("not_finite")] > 0
 
     def message(self) -> Tensor:
-        self._fit()
         drawn = self._drawn()
         return self._searched() if drawn is None else self._taken(drawn, self._capacity)
 
     def select(self) -> Selection:
-        self._fit()
         drawn = self._drawn()
         assert drawn is not None
         return Selection(drawn, self._k)
@@ -198,8 +200,8 @@ class DeviceBucket:
         message = self._taken(indices, len(indices))
         return message, _values_of(message).contiguous()
 
-    def _fit(self) -> None:
-        request = self.rule.request(self._state, self._k)
+    def decide(self) -> None:
+        request = self._now.request(self._state, self._k)
         asked = self._k, request.aim, request.cut, request.most_tail, self._floor()
         results = self._histograms, self.numbers, self._words
         constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
@@ -207,7 +209,7 @@ class DeviceBucket:
             fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
 
     def _drawn(self) -> Tensor | None:
-        indices = self.rule.drawn(self._state, self._k)
+        indices = self._now.drawn(self._state, self._k)
         return None if indices is None else sent_to(self.buffer.device, indices)
 
     def _taken(self, indices: Tensor, rows: int) -> Tensor:
@@ -218,7 +220,7 @@ class DeviceBucket:
         return message
 
     def _searched(self) -> Tensor:
-        capacity, request = self._capacity, self.rule.request(self._state, self._k)
+        capacity, request = self._capacity, self._now.request(self._state, self._k)
         message = self._rows(capacity)
         with torch.cuda.device_of(self.buffer):
             if request.rule != "largest":
@@ -243,7 +245,7 @@ class DeviceBucket:
         shift, stride = sum(_WIDTHS), min(_STRIDE, self._shape["BLOCK"] // RUN)
         digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": stride}
         counts, asked = (self._above, self._groups), (k, capacity, *request.trust)
-        results, constants = (self._sampled, self.numbers), {"FITS": self.rule.measures, "GROUPS": self._lanes}
+        results, constants = (self._sampled, self.numbers), {"FITS": self._now.measures, "GROUPS": self._lanes}
         self._launch(sample, *counts, *asked, *results, **constants, **digit)
         self._launch(collect, k, request.cut_exponent, self._sampled, self.numbers, **digit)
         for number, width in enumerate(_WIDTHS):
@@ -256,8 +258,12 @@ class DeviceBucket:
         if told["not_finite"]:
             # Nothing was sent, and nothing is learned.
             return Outcome(not_finite=self._not_finite())
+        if self._now is _DENSE:
+            # What was known of the entries is known no more.
+            self.forget()
+            return Outcome()
         self._adapt(told)
-        self.rule.learn(self._state, self._k, told)
+        self._now.learn(self._state, self._k, told)
         self._limit = told["limit"]
         sent, found = int(told["sent"]), int(told["found"])
         return Outcome(sent, found - sent if sent == self._capacity and found > sent else 0)
@@ -275,9 +281,9 @@ def _values_of(message: Tensor) -> Tensor:
 def selector_for(
     compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None, **shape: int
 ) -> DeviceBucket | None:
-    """Return what selects from a bucket on its device; None if the compressor, or a float64 residual, needs the host."""
-    rule = rule_of(compressor, layout.numel)
-    if rule is None or buffer.dtype != torch.float32:
+    """Return what selects from a bucket on its device; None if the compressor, or the kind of the residual, needs the host."""
+    rule = _DENSE if layout.is_dense else rule_of(compressor, layout.numel)
+    if rule is None or buffer.dtype != torch.float32 or not all(slot.numel for slot in layout.slots):
         return None
     ratio = compressor.target_count(layout.numel) / layout.numel
     return DeviceBucket(rule, buffer, velocity, [slot.numel for slot in layout.slots], ratio, **shape)

@@ -78,22 +78,26 @@ class Above(Rule):
         state.threshold = self.threshold
 
 
+class Blind(Rule):
+    """The rule of dense steps, which look at no entry."""
+
+    def request(self, state: BucketState, k: int) -> Request:
+        return Request("nothing")
+
+    def floor(self, state: BucketState, guess: float) -> float:
+        return math.inf
+
+
 @dataclass(frozen=True)
-class Drawn(Rule):
+class Drawn(Blind):
     """The rule of RandomK and RandomBlock."""
 
     compressor: RandomCompressor
     numel: int
     """Entries of the bucket."""
 
-    def request(self, state: BucketState, k: int) -> Request:
-        return Request("nothing")
-
     def drawn(self, state: BucketState, k: int) -> NDArray[np.int64]:
         return self.compressor.drawn(self.numel, k, state)
-
-    def floor(self, state: BucketState, guess: float) -> float:
-        return math.inf
 
 
 @dataclass(frozen=True)

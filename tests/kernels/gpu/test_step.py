@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from horovod_sparse.compressors import SIDCo
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
@@ -140,7 +141,9 @@ LAUNCHES = {"topk": 14, DEFAULT: 15, "threshold": 15, "randomk": 12, "randombloc
 search), or 2 take out what was drawn, 2 check what has arrived, one adds that up, and one copies what the host is told. Without
 indices the message is put together by 5, and taken apart by 2. The copies of two tables of addresses, and of indices that were
 drawn, come to them on a GPU."""
-LAUNCHES_IN_ALL = 10
+DENSE_LAUNCHES = 10
+"""Of a bucket in a dense step: gradients come in, NaN is looked for, the message is made, and the mean is written."""
+LAUNCHES_IN_ALL = 11
 """Of a step, beside its buckets: the dense bucket, and the copy to the host."""
 
 
@@ -151,6 +154,13 @@ def test_the_host_waits_once_in_a_step_and_launches_the_same_number(name: str) -
         waits, launches = counted(made(name), world, parameters)
         assert sum(waits.values()) == 1, waits
         assert sum(launches.values()) == BUCKETS * LAUNCHES[name] + LAUNCHES_IN_ALL, launches
+
+
+def test_the_host_waits_once_in_a_dense_step_of_the_warm_up() -> None:
+    for parameters in (3, 6):
+        waits, launches = counted(SIDCo(0.01, min_numel=10), 2, parameters)
+        assert sum(waits.values()) == 1, waits
+        assert sum(launches.values()) == DENSE_LAUNCHES * (BUCKETS + 1) + 1, launches
 
 
 def block(width: int, inner: int) -> list[tuple[int, ...]]:
