@@ -51,12 +51,13 @@ class Meeting:
         differs = (lines[:, 0].any() | (lines[:, 1:3] != lines[0, 1:3]).any()).to(torch.int32).view(1)
         for shards in self._shards:
             differs = shards.start(Collective("allreduce", differs))()
-        if differs.item():
+        # A device is waited for once.
+        is_different, *mean = torch.cat([differs.double(), lines[:, 3:].mean(0)]).tolist()
+        if is_different:
             # Where this raises, the next meeting compares again.
             self.compares = True
             self._compare({"local updates": f"number {self._number}", "step": str(age), **describe()}, problem)
         self.compares = False
-        mean: list[float] = lines[:, 3:].mean(0).tolist()
         return mean
 
     def _compare(self, mine: Description, problem: Exception | None) -> None:

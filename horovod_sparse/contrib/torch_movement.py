@@ -136,9 +136,12 @@ class Movement:
         if growth == 1.0 or not parts:
             return
         torch._foreach_mul_(parts, growth)
+        together: dict[float, list[Tensor]] = defaultdict(list)
         for part in parts:
-            if self._decay[part]:
-                part.add_(self.start[part], alpha=(growth - 1.0) * self._decay[part])
+            together[self._decay[part]].append(part)
+        for decay, some in together.items():
+            if decay:
+                torch._foreach_add_(some, [self.start[part] for part in some], alpha=(growth - 1.0) * decay)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

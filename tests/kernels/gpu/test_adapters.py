@@ -1,0 +1,109 @@
+"""How often the host waits for a device in a step of an adapter: counted on the CPU, with kernels interpreted."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from triton.runtime.interpreter import GridExecutor
+
+from horovod_sparse.kernels.gpu.bucket import selector_for
+from horovod_sparse.torch import LocalUpdates, SIDCo, comm_hook, device, ops, register, source
+from tests.kernels.gpu.test_step import READS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process group of one rank, whose residuals are as on a device."""
+    monkeypatch.setenv("HOROVOD_SPARSE_FORCE", "1")
+    monkeypatch.setattr(device, "has_kernels", lambda where: True)
+    monkeypatch.setattr(ops, "on_host", lambda x: False)
+    monkeypatch.setattr(source, "tensor_ops", ops.TorchOps)
+    monkeypatch.setattr(source, "on_gpu", partial(selector_for, groups=2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield monkeypatch
+    dist.destroy_process_group()
+
+
+def waits_of(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> Counter[str]:
+    """What a step reads of tensors, by name. Kernels run on the host here, and an optimizer counts its steps there."""
+    counts, is_paused = Counter[str](), False
+    run = GridExecutor.__call__
+
+    def launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_paused
+        is_paused = True
+        run(self, *args, **kwargs)
+        is_paused = False
+
+    def reading(name: str) -> Callable[..., Any]:
+        stock = getattr(torch.Tensor, name)
+
+        def read(*args: Any) -> Any:
+            of_optimizer = sys._getframe(1).f_globals["__name__"].startswith("torch.optim.")
+            counts[name] += not (is_paused or of_optimizer)
+            return stock(*args)
+
+        return read
+
+    with patch.context() as patched:
+        patched.setattr(GridExecutor, "__call__", launch)
+        for name in READS:
+            patched.setattr(torch.Tensor, name, reading(name))
+        step()
+    return +counts
+
+
+def steps_of(model: nn.Module, optimizer: Any, *, ahead: bool = False) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        with optimizer.ahead() if ahead else nullcontext():
+            model(torch.ones(8, 40)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def settled(step: Callable[[], None]) -> Callable[[], None]:
+    """What happens once only has happened."""
+    for _ in range(3):
+        step()
+    return step
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
+
+
+@pytest.mark.parametrize("warmup", [None, "auto"], ids=["sparse", "dense"])
+@pytest.mark.parametrize("named", [True, False], ids=["registered", "bare hook"])
+def test_ddp_waits_once(alone: pytest.MonkeyPatch, named: bool, warmup: Any) -> None:
+    """With a sparse bucket and a dense one; also in the dense steps of the warm-up."""
+    model, compression = DistributedDataParallel(small_model()), SIDCo(0.05, min_numel=100, warmup=warmup)
+    if named:
+        register(model, compression)
+    else:
+        model.register_comm_hook(compression, comm_hook)
+    step = settled(steps_of(model, torch.optim.SGD(model.parameters(), 0.1)))
+    assert waits_of(alone, step) == {"tolist": 1}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_local_updates_wait_twice(alone: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Workers know before an exchange that all are in the same step; then as all others do."""
+    model = small_model()
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3)
+    local = LocalUpdates(adamw, model, SIDCo(0.05, min_numel=100, warmup=None))
+    assert waits_of(alone, settled(steps_of(model, local, ahead=ahead))) == {"tolist": 2}
