@@ -177,9 +177,9 @@ class Sending:
         bucket, compressor = self.bucket, self.bucket.compressor
         selection = compressor.select(bucket.tracked, self.buffer, self.stage.k, self.capacity, self.state)
         bucket.tracked.forget()
-        self.outcome = Outcome(0, selection.found - len(selection.indices))
         if bucket.is_foreign:
             check_selection(type(compressor).__name__, selection, self.buffer, self.capacity)
+        self.outcome = Outcome(0, selection.found - len(selection.indices))
         return selection
 
     def take_out(self, indices: Array) -> Array:
