@@ -27,8 +27,8 @@ class Residuals:
         """The slice of each parameter, in its shape, by name; writing to it changes the residual."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shapes of the parameters that have a residual, by name."""
-        self.aside: dict[str, Array] = {}
-        """What waits of parameters without a gradient in the last step. In the buffer they have zeros."""
+        self.aside: dict[str, Array | None] = {}
+        """What waits of parameters without a gradient in the last step; None if nothing does. In the buffer they have zeros."""
 
     def allocate(self, layout: Layout, like: Array) -> Array:
         """Make and return the zeroed buffer of a bucket, on the device of `like`."""
@@ -42,14 +42,19 @@ class Residuals:
 
     def set_aside(self, name: str) -> None:
         """Let what waits of a parameter wait until it has a gradient again, so that nothing of it is selected."""
-        if name not in self.aside and name in self.views and bool(self.views[name].any()):
+        if name in self.aside:
+            return
+        # A device is waited for when a parameter begins to have no gradient, and not again.
+        waits, self.aside[name] = bool(self.views[name].any()), None
+        if waits:
             self.aside[name] = self._ops.copy(self.views[name])
             self.views[name][...] = 0
 
     def put_back(self, name: str) -> None:
         """Let a parameter go on with what was set aside."""
-        if name in self.aside:
-            self._ops.assign(self.views[name], self.aside.pop(name))
+        waiting = self.aside.pop(name, None)
+        if waiting is not None:
+            self._ops.assign(self.views[name], waiting)
 
     def reset(self) -> None:
         self.aside.clear()
@@ -58,11 +63,13 @@ class Residuals:
 
     def rescale(self, factor: float) -> None:
         for array in (*self.views.values(), *self.aside.values()):
-            multiply(array, factor)
+            if array is not None:
+                multiply(array, factor)
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
-        return {name: self._ops.copy(self.aside.get(name, view)) for name, view in self.views.items()}
+        waiting = {name: array for name, array in self.aside.items() if array is not None}
+        return {name: self._ops.copy(one) for name, one in {**self.views, **waiting}.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""

@@ -100,6 +100,24 @@ def test_ddp_waits_once(alone: pytest.MonkeyPatch, named: bool, warmup: Any) -> 
     assert waits_of(alone, step) == {"tolist": 1}
 
 
+class Unused(nn.Module):
+    """Makes no use of its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 50), nn.Linear(50, 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+def test_what_has_no_gradient_takes_no_waits(alone: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(Unused(), find_unused_parameters=True)
+    register(model, SIDCo(0.05, min_numel=100, warmup=None))
+    step = settled(steps_of(model, torch.optim.SGD(model.parameters(), 0.1)))
+    assert waits_of(alone, step) == {"tolist": 1}
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_local_updates_wait_twice(alone: pytest.MonkeyPatch, ahead: bool) -> None:
     """Workers know before an exchange that all are in the same step; then as all others do."""
