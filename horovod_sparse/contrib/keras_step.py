@@ -47,7 +47,7 @@ class LocalStep:
         self._names, self._pool = source.names.of(self.variables), BufferPool()
         source.extend(self._names, [_wide(one.value) for one in self.variables], self.variables)
         self.exchange = tf.function(self._exchange, autograph=False)
-        self.meet = tf.function(self._meet_only, autograph=False)
+        self.meet = tf.function(lambda: self._meet(False, tf.zeros(1 + ENTRIES + 1, tf.float64)), autograph=False)
         model.train_step = self.train_step
         model.make_train_function(force=True)
         self._traced = model.train_function
@@ -155,9 +155,6 @@ class LocalStep:
                 entries.append(_entries(one, at) if decay is None else _entries(one, at) + decay * _entries(start, at))
         found = tf.concat(entries, 0)
         return tf.concat([[self._steps.read_value()], found, [tf.reduce_sum(found * found)]], 0)
-
-    def _meet_only(self) -> None:
-        self._meet(False, tf.zeros(1 + ENTRIES + 1, tf.float64))
 
     def _meet(self, exchanges: bool, sample: Tensor) -> Tensor:
         """Return s, once all workers are in the same place."""

@@ -166,12 +166,11 @@ def validation_and_checkpoints_see_what_keras_local_updates_share(settings: dict
     model, local = with_adam(), LocalUpdates(sparse(), **settings)
     held_out = task(range(90, 92), rank=9)
     with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/{{epoch}}.weights.h5"
-        save = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+        path = f"{folder}/{{epoch}}.keras"
+        save = keras.callbacks.ModelCheckpoint(path)
         history = train(model, local, range(6), save, After(test=same, epoch=same), epochs=2, validation_data=held_out)
         for epoch in (1, 2):
-            model.load_weights(path.format(epoch=epoch))
-            same(model)
+            same(keras.models.load_model(path.format(epoch=epoch)))
     losses = history.history["val_loss"]
     assert losses[0] != losses[1] and len(set(map(tuple, everyone(losses)))) == 1
 
