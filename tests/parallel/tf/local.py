@@ -499,11 +499,13 @@ def _uneven(known: bool, model: Any, local: Any, epochs: int) -> None:
 
 @scenario(
     TF_2,
-    cases={"known, 1": (True, 1), "unknown, 2": (False, 2)},
+    cases={"known, 1": (adam, True, 1), "unknown, 2": (adam, False, 2), "SGD": (keras.optimizers.SGD, True, 1)},
 )
-def uneven_numbers_of_batches_are_refused_with_keras_local_updates(known: bool, epochs: int) -> None:
+def uneven_numbers_of_batches_are_refused_with_keras_local_updates(
+    make_optimizer: Callable[[], Any], known: bool, epochs: int
+) -> None:
     for every in (1, 4):
-        model = with_adam()
+        model = compiled(make_optimizer(), builds=True)
         local = LocalUpdates(sparse(), every=every)
         message = raised(RuntimeError, partial(_uneven, known, model, local, epochs))
         assert "at the end of epoch 0, 5 batches" in message and "give steps_per_epoch" in message, message
