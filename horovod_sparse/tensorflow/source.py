@@ -58,7 +58,7 @@ class VariableSource:
         self.compressor = compressor
         self.names = Names()
         self._process_set = reduction.process_set
-        self._collectives = Collectives(self._process_set)
+        self.collectives = Collectives(self._process_set)
         self._agreements = 0
         """Number of agreements with the other ranks so far: one whenever variables join."""
         self._dtypes: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class VariableSource:
         is_member = self._process_set.included()
         self.driver = HostDriver(
             compressor,
-            self._collectives,
+            self.collectives,
             # Horovod raises where the process is not in the set.
             world=self._process_set.size() if is_member else 1,
             position=self._process_set.rank() if is_member else 0,
@@ -118,7 +118,7 @@ class VariableSource:
             tf.constant(otherwise, tf.float64) if one is None else tf.cast(one, tf.float64)
             for one, otherwise in ((learning_rate, math.nan), (self.compressor.loss_scale, 1.0))
         )
-        self._extend(names, gradients, variables)
+        self.extend(names, gradients, variables)
         reduce = self._function if tf.executing_eagerly() else self._reduce
         return list(reduce(self._agreements, names, list(gradients), rate, scale))
 
@@ -153,7 +153,7 @@ class VariableSource:
         """Return all ranks' slices of an embedding's gradient, as stock Horovod reduces them."""
         number = self.sparse.index(name)
         values, indices = (
-            self._collectives.result_in_every_step("allgather", part, f"sparse.{number}.{kind}")
+            self.collectives.result_in_every_step("allgather", part, f"sparse.{number}.{kind}")
             for part, kind in ((slices.values, "values"), (tf.cast(slices.indices, tf.int64), "indices"))
         )
         divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, self._dtypes[name])
@@ -161,8 +161,8 @@ class VariableSource:
 
     # --- planning ---
 
-    def _extend(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
-        """Plan for variables that have a gradient for the first time.
+    def extend(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
+        """Plan for variables that have a gradient, of which shape and type are known, for the first time.
 
         Errors that can occur on one rank alone are found before the ranks compare, so that all of them raise.
         """
@@ -217,7 +217,7 @@ class VariableSource:
         `given` are the variables that have a gradient in this step, and `new` those that have their first one.
         """
         key = (self._process_set.process_set_id, *self._process_set.ranks)
-        number = _agreed[key] if self._agreements == 0 else self._collectives.number
+        number = _agreed[key] if self._agreements == 0 else self.collectives.number
         mine = description(
             self.compressor,
             [f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()],
@@ -227,10 +227,10 @@ class VariableSource:
             **self.settings(),
             optimizer=f"number {number} of this process set, its agreement number {self._agreements}",
         )
-        everyone = self._collectives.agree(mine, self._first_collective(given))
+        everyone = self.collectives.agree(mine, self._first_collective(given))
         compare(mine, everyone, mpi_ops.rank())
         if self._agreements == 0:
-            self._collectives.number = number
+            self.collectives.number = number
             _agreed[key] += 1
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())

@@ -32,7 +32,7 @@ MODULES = {
         "training exchange gradients usage wrappers states scaling policies momentum disagreement "
         "parameters local local_programs ahead compiled programs.laws programs.conservation"
     ),
-    "tensorflow": "tf.tape tf.keras3 tf.local tf.programs tf.states tf.scaling tf.parameters",
+    "tensorflow": "tf.tape tf.keras3 tf.local tf.local_programs tf.programs tf.states tf.scaling tf.parameters",
     "ddp": (
         "ddp.hook momentum local local_programs ddp.sharded ddp.local_sharded ahead scaling compiled "
         "programs.laws programs.conservation"

@@ -336,7 +336,7 @@ def two_optimizers() -> Any:
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(Momentum(), {".*kernel": Adam()}))
 
 
-def _optimizers() -> dict[str, Callable[[], Any]]:
+def optimizers_of_keras() -> dict[str, Callable[[], Any]]:
     """Every one that Keras has, but those around others."""
     wrappers = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     found = [one for one in vars(keras.optimizers).values() if isinstance(one, type) and issubclass(one, wrappers[0])]
@@ -360,7 +360,7 @@ IN_GRAPH = ("gradient_accumulation", "use_ema")
 _fitted_soon = partial(fitted, make_model=two_layers, builds=True)
 STOCK: dict[str, Program] = {
     # What an optimizer computes is the same in a graph, which takes seconds to trace.
-    **{f"fit {name}": partial(_fitted_soon, one, run_eagerly=True) for name, one in _optimizers().items()},
+    **{f"fit {name}": partial(_fitted_soon, one, run_eagerly=True) for name, one in optimizers_of_keras().items()},
     **{
         f"fit {name}": partial(_fitted_soon, partial(keras.optimizers.Adam, **given), run_eagerly=name not in IN_GRAPH)
         for name, given in WITH_ADAM.items()
