@@ -27,7 +27,9 @@ ffibuilder.set_source(
     '#include "kernels.h"',
     # Packaging wants relative paths.
     sources=[os.path.relpath(HERE / "kernels.cpp", ROOT)],
-    depends=[os.path.relpath(HERE / name, ROOT) for name in ("kernels.h", "variants.h", "loops.h")],
+    depends=[
+        os.path.relpath(HERE / name, ROOT) for name in ("kernels.h", "variants.h", "loops.h", "parallel.h", "search.h")
+    ],
     include_dirs=[os.path.relpath(HERE, ROOT)],
     source_extension=".cpp",
     extra_compile_args=COMPILE,

@@ -5,52 +5,23 @@
 // every variant and with any number of threads. Magnitudes are compared by their bits. Bits have the same order as the numbers,
 // denormal ones too, whatever the processor is set to do with those.
 
-#include "variants.h"
-
-#include <dlfcn.h>
-#include <pthread.h>
+#include "search.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 namespace {
 
-// Elements per partial sum.
-constexpr int64_t kBlock = 1 << 14;
 // Elements that are set to zero, and then added to, while they are in the second-level cache.
 constexpr int64_t kStretch = 1 << 14;
-// A thread that handles fewer elements costs more time than it saves.
-constexpr int64_t kLeastPerThread = 1 << 18;
-constexpr int64_t kMostThreads = 64;
 // The index in rows of a message that are not in use, and in the first row of a worker whose gradient is not finite.
 constexpr int32_t kPadding = -1, kNotFinite = -2, kBadCounts = -3;
 // Entries that are asked for before they are needed.
 constexpr int64_t kAhead = 32;
-
-std::atomic<const Variant*> chosen{&baseline::variant};
-
-template <class T>
-const Loops<T>& loops() {
-    return *chosen.load(std::memory_order_relaxed);
-}
-
-// Returns the bits that a magnitude must exceed to be above the threshold. All are above a negative threshold, none above NaN.
-template <class T>
-INLINE typename Type<T>::Bit limit_bits(double threshold) {
-    // A threshold beyond the type's range becomes infinity. A tiny negative threshold becomes negative zero, whose bits
-    // are not those of a magnitude.
-    T limit = static_cast<T>(threshold);
-    if (limit < 0) return -1;
-    if (std::isnan(limit)) return Type<T>::magnitude;
-    return bits_as<typename Type<T>::Bit>(std::abs(limit));
-}
 
 void add_to(hs_sums& sums, const hs_sums& other) {
     sums.count += other.count;
@@ -58,78 +29,6 @@ void add_to(hs_sums& sums, const hs_sums& other) {
     sums.squares += other.squares;
     sums.largest = std::max(sums.largest, other.largest);
     sums.logs += other.logs;
-}
-
-// Returns the number of parts into which the work on n elements is divided.
-int64_t parts_of(int64_t n, int threads) {
-    return std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
-}
-
-// An OpenMP runtime that the process has loaded, by the functions that compilers call.
-struct OpenMP {
-    void (*run)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
-    int (*thread)() = nullptr;
-    int (*threads)() = nullptr;
-
-    OpenMP() {
-        for (const char* library : {"libgomp.so.1", "libiomp5.so"}) {
-            void* const handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
-            if (handle == nullptr) continue;
-            thread = reinterpret_cast<int (*)()>(dlsym(handle, "omp_get_thread_num"));
-            threads = reinterpret_cast<int (*)()>(dlsym(handle, "omp_get_num_threads"));
-            if (thread == nullptr || threads == nullptr) continue;
-            run = reinterpret_cast<decltype(run)>(dlsym(handle, "GOMP_parallel"));
-            if (run != nullptr) return;
-        }
-    }
-};
-
-// The runtime whose threads are used; null if threads of our own are.
-std::atomic<const OpenMP*> shared{nullptr};
-// A process that was forked has none of the runtime's threads, and would wait for them forever.
-std::atomic<bool> forked{false};
-
-// Calls work(part) for each part, in the threads of an OpenMP runtime.
-template <class Work>
-void run_parts(const OpenMP& openmp, int64_t parts, const Work& work) {
-    auto share = [&] {
-        // There may be fewer threads than parts.
-        for (int64_t part = openmp.thread(); part < parts; part += openmp.threads()) work(part);
-    };
-    const auto body = [](void* pointer) { (*static_cast<decltype(share)*>(pointer))(); };
-    // All threads of the pool, not one for each part: the runtime would end those that are left over, and start them again.
-    openmp.run(body, &share, 0, 0);
-}
-
-// Calls work(part) for each part, in threads of its own.
-template <class Work>
-void run_parts(int64_t parts, const Work& work) {
-    std::vector<std::thread> helpers;
-    helpers.reserve(parts - 1);
-    int64_t mine = 1;
-    try {
-        for (; mine < parts; ++mine) helpers.emplace_back(work, mine);
-    } catch (const std::system_error&) {
-        // The system has no more threads: this thread does the remaining parts.
-    }
-    for (; mine < parts; ++mine) work(mine);
-    work(0);
-    for (auto& helper : helpers) helper.join();
-}
-
-// Calls work(part, first, end) for parts that together cover all blocks and may run at the same time. first and end number blocks.
-template <class Work>
-void in_parallel(int64_t n, int threads, const Work& work) {
-    const int64_t blocks = (n + kBlock - 1) / kBlock;
-    const int64_t parts = parts_of(n, threads);
-    const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
-    const OpenMP* const openmp = shared.load();
-    if (parts == 1)
-        do_part(0);
-    else if (openmp != nullptr)
-        run_parts(*openmp, parts, do_part);
-    else
-        run_parts(parts, do_part);
 }
 
 // Calls block(part, begin, end, sums) for every block, and returns all sums, added up in the order of the blocks.
@@ -147,52 +46,6 @@ hs_sums sum_blocks(int64_t n, int threads, const Block& block) {
     return sums;
 }
 
-// Collects entries above a bound in ascending order, as far as there is room. Each part of the work has its share of the room.
-template <class T>
-struct Collector {
-    const typename Type<T>::Bit bound;
-    // Indices are counted from here.
-    const int64_t first;
-    int32_t* const indices;
-    // May be null.
-    T* const values;
-    const int64_t room;
-    // The number of entries that each part has found so far.
-    std::vector<int64_t> numbers;
-    bool complete = false;
-
-    int64_t start_of(int64_t part) const { return room * part / static_cast<int64_t>(numbers.size()); }
-
-    // Adds the entries of a piece that are above the bound; all of those are in these groups.
-    void add(int64_t part, const T* piece, int64_t begin, int64_t count, uint32_t groups) {
-        if (groups == 0) return;
-        int32_t positions[kPiece + kSlack];
-        T entries[kPiece + kSlack];
-        const auto origin = static_cast<int32_t>(first + begin);
-        const int64_t found = loops<T>().find(piece, count, groups, bound, origin, positions, entries);
-        const int64_t start = start_of(part) + numbers[part];
-        const int64_t kept = std::clamp<int64_t>(start_of(part + 1) - start, 0, found);
-        std::copy_n(positions, kept, indices + start);
-        if (values != nullptr) std::copy_n(entries, kept, values + start);
-        numbers[part] += found;
-    }
-
-    // Closes the gaps between the parts and returns how many entries are above the bound. `complete` becomes true if all of
-    // them were kept, false if a part found more than its share. With one part, the first `room` entries are kept then.
-    int64_t finish() {
-        int64_t end = 0, number = 0;
-        for (int64_t part = 0; part < static_cast<int64_t>(numbers.size()); ++part) {
-            const int64_t start = start_of(part), kept = std::min(numbers[part], start_of(part + 1) - start);
-            std::copy_n(indices + start, kept, indices + end);
-            if (values != nullptr) std::copy_n(values + start, kept, values + end);
-            end += kept;
-            number += numbers[part];
-        }
-        complete = end == number;
-        return number;
-    }
-};
-
 // Sets infinite entries to the largest number of the type, and returns their number.
 template <class T>
 int64_t keep_finite(T* x, int64_t n) {
@@ -208,7 +61,8 @@ int64_t keep_finite(T* x, int64_t n) {
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
 void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int threads, hs_notes& notes) {
-    const auto loop = loops<T>().accumulate[velocity != nullptr][notes.wanted];
+    const Form form = velocity != nullptr ? kMoving : rates.rate == 1 ? kPlain : kRated;
+    const auto loop = loops<T>().accumulate[form][notes.wanted];
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -257,22 +111,6 @@ hs_sums measure(const T* x, int64_t n, double cut, bool with_logs, int threads) 
         loop(x + begin, end - begin, limit_bits<T>(cut), rounded, totals);
         totals.write(out);
     });
-}
-
-template <class T>
-int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, int64_t room, int threads,
-                     int* complete) {
-    const std::vector<int64_t> numbers(parts_of(n, threads));
-    Collector<T> collector{limit_bits<T>(threshold), 0, indices, nullptr, room, numbers};
-    in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-        for (int64_t i = first * kBlock; i < std::min(n, end * kBlock); i += kPiece) {
-            const int64_t count = std::min(kPiece, n - i);
-            collector.add(part, x + i, i, count, loops<T>().groups_above(x + i, count, collector.bound));
-        }
-    });
-    const int64_t found = collector.finish();
-    *complete = collector.complete;
-    return found;
 }
 
 // Returns the entry rounded to float32, and subtracts it from the entry.
@@ -446,6 +284,9 @@ auto typed(const void* x, int type, const Work& work) {
     return type == HS_FLOAT32 ? work(static_cast<const float*>(x)) : work(static_cast<const double*>(x));
 }
 
+template <class Pointer>
+using entry_type = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+
 }  // namespace
 
 const char* hs_variant(int number) {
@@ -481,7 +322,7 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
     typed(residual, type, [&](auto* entries) {
-        using T = std::remove_pointer_t<decltype(entries)>;
+        using T = entry_type<decltype(entries)>;
         const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(rate)};
         for (hs_part* one = gradients; one != gradients + number; ++one) {
             T* const moved = velocity == nullptr ? nullptr : static_cast<T*>(velocity) + one->first;
@@ -495,12 +336,29 @@ void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, i
     *sums = typed(x, type, [&](const auto* entries) { return measure(entries, n, cut, with_logs != 0, threads); });
 }
 
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
-                        int threads, int* complete) {
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t capacity, int threads,
+                        int64_t* indices) {
     return typed(x, type, [&](const auto* entries) {
-        return select_above(entries, n, threshold, indices, room, threads, complete);
+        using T = entry_type<decltype(entries)>;
+        return Searched<T>{entries, n, threads}.select_above(limit_bits<T>(threshold), capacity, indices);
     });
 }
+
+double hs_select_largest(const void* x, int type, int64_t n, int64_t count, int threads, int64_t* indices) {
+    return typed(x, type, [&](const auto* entries) -> double {
+        using T = entry_type<decltype(entries)>;
+        return bits_as<T>(Searched<T>{entries, n, threads}.select_largest(count, indices));
+    });
+}
+
+double hs_sampled_largest(const void* x, int type, int64_t n, int64_t stride, int64_t count, int threads) {
+    return typed(x, type, [&](const auto* entries) -> double {
+        using T = entry_type<decltype(entries)>;
+        return bits_as<T>(Searched<T>{entries, n, threads}.kth_of_sample(count, stride));
+    });
+}
+
+int64_t hs_entries_read(void) { return entries_read; }
 
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,
             int64_t capacity) {

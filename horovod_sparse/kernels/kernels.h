@@ -26,7 +26,7 @@ typedef struct {
     int type;
     int64_t first, n;
     int64_t not_finite; /* result: number of its entries that are not finite, and of sums that left the range of the type */
-    int64_t found;      /* result: number of entries above the cut in this part and those before it */
+    int64_t found;      /* result: number of entries that are noted of this part and of those before it */
 } hs_part;
 
 /* A row of a message of pairs. */
@@ -43,8 +43,8 @@ typedef struct {
     void* values;       /* of the array's type */
     int wanted;         /* 0: the largest magnitude; 1: also the number of entries that are not zero; 2: all sums */
     hs_sums sums;       /* of all parts so far */
-    int64_t found;      /* number of entries above the cut */
-    int complete;       /* whether indices and values hold all of these; must be 1 at first */
+    int64_t found;      /* number of entries that indices and values hold */
+    int complete;       /* whether these are all that are above the cut; must be 1 at first */
     int valid;          /* whether all of this holds; must be 1 at first. Sums that left the range make it 0 */
 } hs_notes;
 
@@ -61,11 +61,17 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
                   double momentum, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
-/* Writes ascending indices of entries above the threshold, which is not negative, and returns how many entries are above it;
-   n is at most 2^31. `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more
-   threads, room for twice as many mostly suffices. */
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
-                        int threads, int* complete);
+/* Writes ascending indices of the entries above the threshold, or of the `capacity` largest of them, and returns how many entries
+   are above it; n is at most 2^31. */
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t capacity, int threads,
+                        int64_t* indices);
+/* Writes ascending indices of the `count` largest entries, of equals the first, and returns the smallest magnitude of these.
+   `count` is in [1, n], n is at most 2^31. */
+double hs_select_largest(const void* x, int type, int64_t n, int64_t count, int threads, int64_t* indices);
+/* Returns the smallest of the `count` largest magnitudes of every stride-th entry; there must be so many. */
+double hs_sampled_largest(const void* x, int type, int64_t n, int64_t stride, int64_t count, int threads);
+/* Returns the number of entries that all searches of this process have read, pass by pass, but for samples. */
+int64_t hs_entries_read(void);
 /* Writes what was taken to `values` or, with its indices, to a `message` of `capacity` >= count pairs; the other one is null.
    Changes nothing and returns 0 if an index is outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values, hs_pair* message,

@@ -185,9 +185,10 @@ INLINE const T* whole_group(const T* group, int64_t left, T* rest) {
 // --- the loops ---
 
 // Returns the new residual and updates the velocity.
-template <class T, bool kVelocity>
+template <class T, Form kForm>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, Rates<T> rates) {
-    if (!kVelocity) return residual + gradient * rates.rate;
+    if (kForm == kPlain) return residual + gradient;
+    if (kForm == kRated) return residual + gradient * rates.rate;
     velocity = velocity * rates.momentum + gradient;
     return residual + velocity * rates.rate;
 }
@@ -205,10 +206,11 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 }
 
 // Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
-template <class T, int kWanted, bool kVelocity>
+template <class T, int kWanted, Form kForm>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
+    constexpr bool kVelocity = kForm >= kMoving;
     Running<T> sums(totals);
     const Bits<T> limit = Bits<T>{} + bound;
     uint32_t groups = 0;
@@ -219,8 +221,8 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
             each_vector<T>([&](int part) ALWAYS {
                 const int at = part * kLanes<T>;
                 velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
-                now[part] = updated<T, kVelocity>(load<Vector<T>>(r + at), velocities[part], load<Vector<T>>(from + at),
-                                                  rates);
+                now[part] = updated<T, kForm>(load<Vector<T>>(r + at), velocities[part], load<Vector<T>>(from + at),
+                                              rates);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;
@@ -290,6 +292,41 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     sums.write(totals);
 }
 
+// Returns how many entries are above the bound.
+template <class T>
+int64_t count_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
+    Bits<T> found = {};
+    int64_t i = 0, number = 0;
+    for (; i + kLanes<T> <= count; i += kLanes<T>) found -= magnitude_bits<T>(load<Vector<T>>(x + i)) > bound;
+    for (int lane = 0; lane < kLanes<T>; ++lane) number += found[lane];
+    for (; i < count; ++i) number += (bits_as<typename Type<T>::Bit>(x[i]) & Type<T>::magnitude) > bound;
+    return number;
+}
+
+// Counts the digits, from bit `shift` on, of what magnitudes in [low, last] are beyond `low`.
+template <class T>
+void count_digits(const T* x, int64_t count, typename Type<T>::Bit low, typename Type<T>::Bit last, int shift,
+                  Digits& digits) {
+    using Bit = typename Type<T>::Bit;
+    int64_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) {
+        Bit group[kGroup];
+        Bits<T> some = {};
+        each_vector<T>([&](int part) ALWAYS {
+            const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(x + i + part * kLanes<T>));
+            const Bits<T> inside = (bits >= low) & (bits <= last);
+            store(group + part * kLanes<T>, ((bits - low) >> shift & inside) | (Digits::kOther & ~inside));
+            some |= inside & 1;
+        });
+        if (!any_above(some, Bits<T>{})) continue;
+        for (int one = 0; one < kGroup; ++one) ++digits.banks[one % Digits::kBanks][group[one]];
+    }
+    for (; i < count; ++i) {
+        const Bit bits = bits_as<Bit>(x[i]) & Type<T>::magnitude;
+        if (low <= bits && bits <= last) ++digits.banks[0][(bits - low) >> shift];
+    }
+}
+
 // Returns a mask with a bit for each group of a piece that has an entry above the bound.
 template <class T>
 uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
@@ -307,8 +344,8 @@ uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     return groups;
 }
 
-// Writes the entries of these groups that are above the bound, which is not negative, and their positions, counted from
-// `first`. Returns their number.
+// Writes the entries of these groups that are above the bound, and their positions, counted from `first`. Returns their number.
+// All are above a negative bound.
 template <class T>
 int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit bound, int32_t first, int32_t* positions,
              T* values) {
@@ -325,6 +362,8 @@ int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit b
             number += write_above(vector, limit, first + begin + at, positions + number, values + number);
         }
     }
+    // The zeros behind the last entry may be above the bound too.
+    while (number > 0 && static_cast<uint32_t>(positions[number - 1]) - static_cast<uint32_t>(first) >= count) --number;
     return number;
 }
 
@@ -345,10 +384,11 @@ void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to
 
 template <class T>
 constexpr Loops<T> loops() {
-    return {{{accumulate<T, 0, false>, accumulate<T, 1, false>, accumulate<T, 2, false>},
-             {accumulate<T, 0, true>, accumulate<T, 1, true>, accumulate<T, 2, true>}},
-            measure<T, false>, measure<T, true>, groups_above<T>,
-            find<T>, convert<T>};
+    return {{{accumulate<T, 0, kPlain>, accumulate<T, 1, kPlain>, accumulate<T, 2, kPlain>},
+             {accumulate<T, 0, kRated>, accumulate<T, 1, kRated>, accumulate<T, 2, kRated>},
+             {accumulate<T, 0, kMoving>, accumulate<T, 1, kMoving>, accumulate<T, 2, kMoving>}},
+            measure<T, false>, measure<T, true>, count_above<T>, count_digits<T>,
+            groups_above<T>, find<T>, convert<T>};
 }
 
 }  // namespace detail

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops.protocol import Array, Moving, Ops, Part, Selection
+from horovod_sparse.ops.protocol import Array, Moving, Ops, Part
 
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 """The types of arrays. The number of a float type is its code in kernels.h."""
@@ -48,9 +47,6 @@ class HostOps(Ops, Protocol):
 
     def array(self, host: NDArray[Any], /) -> Array:
         """Return the framework's array that has the memory of `host`."""
-
-    def select_named(self, x: Array, names: NDArray[np.int32] | None, threshold: float, capacity: int) -> Selection:
-        """Do as `select_above`. If x holds some entries of an array, `names` are their indices in it."""
 
     def add_noting(
         self, residual: Memory, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None

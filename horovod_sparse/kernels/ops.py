@@ -10,22 +10,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, pool
 from horovod_sparse.kernels.memory import FLOAT16, FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
 from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tracked
-
-_SPARE = 16
-"""Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
-_MOST_CANDIDATES = 5
-"""The most candidates for the k largest, as a multiple of k: so few are cheaper to sort than the whole array."""
-_LEAST_CANDIDATES = 1.75
-"""If a quarter of the array is less than this multiple of k, a sample often finds too many, and is in vain."""
-_LEAST_SAMPLED = 100
-"""How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
 
 
 class KernelOps(HostOps):
@@ -106,58 +96,34 @@ class KernelOps(HostOps):
     # --- selection ---
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
-        return self.select_named(x, None, threshold, capacity)
-
-    def select_named(self, x: Array, names: NDArray[np.int32] | None, threshold: float, capacity: int) -> Selection:
         at = self._wide(x)
-        if at is None or threshold < 0.0:
-            assert names is None
+        if at is None:
             return super().select_above(x, threshold, capacity)
-        # Memory that is not written to costs nothing, but a second pass does.
-        room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
-        while not complete[0]:
-            above = np.empty(room, np.int32)
-            written = ffi.from_buffer("int32_t *", above)
-            found = lib.hs_select_above(at.pointer, at.type, at.numel, threshold, written, room, threads, complete)
-            room, threads = found, 1
-        above = above[:found]
-        if found > capacity:
-            above = above[np.asarray(self.select_largest(x[above], capacity).indices)]
-        # NumPy takes three times as long for `names[above]`.
-        named = above if names is None else names.take(above)
-        return Selection(self.array(named.astype(np.int64)), found)
+        capacity = min(capacity, at.numel)
+        indices = np.empty(capacity, np.int64)
+        written = ffi.from_buffer("int64_t *", indices)
+        found = lib.hs_select_above(at.pointer, at.type, at.numel, threshold, capacity, self.threads(), written)
+        return Selection(self.array(indices[:found]), found)
 
     def select_largest(self, x: Array, count: int) -> Selection:
-        if self._wide(x) is None:
+        at = self._wide(x)
+        if at is None:
             return super().select_largest(x, count)
-        few = self._candidates(x, count)
-        among = x if few is None else x[few]
-        smallest, host = self.kth_largest(among, count), np.asarray(among)
-        below = np.nextafter(host.dtype.type(smallest), host.dtype.type(0.0))
-        indices, found, _ = self.select_above(among, float(below), len(among))
-        if found < count:
-            # Too few are not zero.
-            indices = super().select_largest(among, count).indices
-        elif found > count:
-            # The last ones of equal magnitude are left out.
-            every = np.asarray(indices)
-            equal = np.flatnonzero(np.abs(host[every]) == smallest)
-            indices = self.array(np.delete(every, equal[count - found :]))
-        return Selection(indices if few is None else few[indices], count, smallest)
+        indices = np.empty(_checked(count, at.numel), np.int64)
+        written = ffi.from_buffer("int64_t *", indices)
+        smallest = lib.hs_select_largest(at.pointer, at.type, at.numel, count, self.threads(), written)
+        return Selection(self.array(indices), count, smallest)
 
-    def _candidates(self, x: Array, k: int) -> Array | None:
-        """Return indices of a few entries that include the k largest, found by a sample; None if it finds no such few."""
-        most, stride = min(_MOST_CANDIDATES * k, len(x) // 4), k // _LEAST_SAMPLED
-        if most < _LEAST_CANDIDATES * k or stride <= 1:
-            return None
-        sample = x[:: stride | 1]
-        for wanted in (1.5, 3.0):
-            threshold = self.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))
-            if threshold > 0.0:
-                selection = self.select_above(x, threshold, most)
-                if k <= selection.found <= most:
-                    return selection.indices
-        return None
+    def kth_largest(self, x: Array, count: int) -> float:
+        return super().kth_largest(x, count) if self._wide(x) is None else self.select_largest(x, count).smallest
+
+    def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
+        sampled = x[start:]
+        at = self._wide(sampled)
+        if at is None or stride == 1:
+            return super().sampled_largest(x, start, stride, count)
+        _checked(count, len(sampled[::stride]))
+        return cast(float, lib.hs_sampled_largest(at.pointer, at.type, at.numel, stride, count, self.threads()))
 
     # --- messages ---
 
@@ -251,6 +217,13 @@ class KernelOps(HostOps):
         targets = ffi.new("hs_part[]", given)
         if not lib.hs_assemble(targets, len(targets), at.pointer, capacity, world, used, divisor):
             raise IndexError(f"indices must be ascending in each of {world} messages")
+
+
+def _checked(count: int, numel: int) -> int:
+    """Return how many entries are wanted. Raise ValueError if there are not so many."""
+    if not 1 <= count <= numel:
+        raise ValueError(f"count must be in [1, {numel}], the number of entries, got {count}")
+    return count
 
 
 def _rows(messages: Memory, stride: int, world: int) -> int:

@@ -14,7 +14,7 @@ from horovod_sparse.kernels.memory import TYPES, HostOps, Memory
 from horovod_sparse.ops.cached import Above, Cached, narrow
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Moving, Part, Selection, Sums
 
-_KEPT = 2**12
+_KEPT = 2**16
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
 _NO_ROOM: NDArray[Any] = np.empty(0, np.int32)
 
@@ -114,13 +114,6 @@ class TrackedMemory(Cached):
             return narrow(self, x, threshold).measure(x, threshold, with_log=with_log)
         return self._ops.measure(self.above.values, threshold, with_log=with_log)
 
-    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
-        above = self.above if x is self._x else None
-        if above is None or threshold < above.cut:
-            return self._ops.select_above(x, threshold, capacity)
-        # Of all that were noted, few are selected: only their indices are widened.
-        return self._ops.select_named(above.values, above.indices, threshold, capacity)
-
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         if among is x:
             return selection
@@ -130,7 +123,8 @@ class TrackedMemory(Cached):
 
     def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
         above = self.above if x is self._x else None
-        if above is not None:
+        # It takes longer to look at many notes than at the sample.
+        if above is not None and len(above.indices) * stride <= len(x):
             sample = np.asarray(above.values)[(above.indices - start) % stride == 0]
             if len(sample) >= count:
                 return self._ops.kth_largest(self._ops.array(sample), count)

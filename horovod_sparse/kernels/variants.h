@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -46,6 +47,20 @@ constexpr int kChains = 8;
 // The loops may write up to this many more entries than they find.
 constexpr int64_t kSlack = 16;
 
+// How often each value of a digit occurs. Neighbours are counted in different banks: equal ones would wait for each other.
+constexpr int kDigitBits = 11;
+struct Digits {
+    static constexpr int kBanks = 4, kOther = 1 << kDigitBits;
+    // The last one is for entries that are not counted.
+    uint32_t banks[kBanks][kOther + 1];
+
+    int64_t number(int64_t digit) const {
+        int64_t sum = 0;
+        for (const auto& bank : banks) sum += bank[digit];
+        return sum;
+    }
+};
+
 // The sums of a block.
 template <class T>
 struct alignas(64) Totals {
@@ -75,15 +90,21 @@ struct Rates {
     T momentum, rate;
 };
 
+// How a gradient gets into the residual: as it is, times the rate, or through the velocity. Some processors take ten times as
+// long for a product of denormal numbers, also if the other factor is 1.
+enum Form { kPlain, kRated, kMoving, kForms };
+
 // The loops over a piece or a block; loops.h says what they do.
 template <class T>
 struct Loops {
     using Bit = typename Type<T>::Bit;
     using Accumulate = uint32_t(T*, T*, const T*, int64_t, Rates<T>, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
-    // First index: whether there is a velocity. Second index: hs_notes.wanted.
-    Accumulate* accumulate[2][3];
+    // The second index is hs_notes.wanted.
+    Accumulate* accumulate[kForms][3];
     Measure *measure, *measure_with_logs;
+    int64_t (*count_above)(const T*, int64_t, Bit);
+    void (*count_digits)(const T*, int64_t, Bit, Bit, int, Digits&);
     uint32_t (*groups_above)(const T*, int64_t, Bit);
     int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
     void (*convert)(const void*, int, int64_t, int64_t, T*);
@@ -189,5 +210,12 @@ const Named kVariants[] = {
     {"baseline", &baseline::variant, [] { return true; }},
 #endif
 };
+
+std::atomic<const Variant*> chosen{&baseline::variant};
+
+template <class T>
+const Loops<T>& loops() {
+    return *chosen.load(std::memory_order_relaxed);
+}
 
 }  // namespace

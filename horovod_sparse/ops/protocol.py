@@ -51,7 +51,7 @@ class Hints(NamedTuple):
     """What an algorithm expects of its next selection. Hints save time and never change what is selected."""
 
     cut: float = math.inf
-    """The selection will most likely choose entries above this threshold, which is > 0; infinity if nothing is expected."""
+    """The selection will most likely choose entries above this threshold, which is >= 0; infinity if nothing is expected."""
     room: int = 0
     """If more entries than this exceed the cut, they are of no use."""
     asks: int = NOTHING

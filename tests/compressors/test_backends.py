@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from tests.harness.stairs import Halving
-from tests.harness.table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients, gradients_of
+from tests.harness.table import (
+    BACKENDS,
+    COMPRESSORS,
+    DEGENERATE,
+    KINDS,
+    ODD,
+    ORACLE,
+    Backend,
+    Row,
+    gradients,
+    gradients_of,
+)
 from tests.harness.worker import Worker
 from tests.harness.workers import end_step, exchange, make_workers
 
@@ -153,6 +164,8 @@ def _kinds(row: Row) -> Iterator[Case]:
             yield alone([gradients(kind, 5000, rng) for _ in range(8)], ratio=ratio)
             for scale in (-(2.0**-40), 2.0**40):
                 yield alone([gradients(kind, 3000, rng) * np.float32(scale) for _ in range(2)], ratio=ratio)
+    for kind in ODD:
+        yield alone([gradients(kind, 20_000, rng) for _ in range(4)], ratio=row.ratios[-1])
     # More than the kernels and the operations take at once.
     yield alone([gradients("laplace", 70_001, rng) for _ in range(4)], ratio=row.ratios[-1])
 

@@ -148,7 +148,11 @@ COMPRESSORS = [
 
 
 def gradients(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One synthetic gradient of the kinds that algorithms are judged on."""
+    """One synthetic gradient, of the `KINDS` that algorithms are judged on or of the `ODD` ones."""
+
+    def signs() -> np.ndarray:
+        return rng.choice([-1.0, 1.0], size=size)
+
     samples = {
         "laplace": lambda: rng.laplace(size=size),
         "gaussian": lambda: rng.normal(size=size),
@@ -157,6 +161,14 @@ def gradients(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
         "pareto": lambda: (rng.uniform(size=size) ** -0.3 - 1.0) / 0.3 * rng.choice([-1.0, 1.0], size=size),
         "mostly-zero": lambda: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
         "two-scales": lambda: rng.laplace(size=size) * np.where(np.arange(size) < size // 10, 10.0, 0.1),
+        "signs": signs,
+        "noisy-signs": lambda: signs() * rng.normal(1.0, 0.05, size),
+        "two-humps": lambda: signs() * rng.normal(1.0, 0.05, size) * rng.choice([1.0, 0.01], size=size),
+        "bfloat16": lambda: (rng.normal(size=size).astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32),
+        "ramp": lambda: np.linspace(0.0, 1.0, size),
+        "denormal": lambda: rng.normal(size=size) * 1e-40,
+        "one-entry": lambda: np.arange(size) == size // 2,
+        "equal": lambda: np.ones(size),
     }
     return samples[kind]().astype(np.float32)
 
@@ -167,6 +179,8 @@ def gradients_of(shapes: Mapping[str, Sequence[int]], rng: np.random.Generator) 
 
 
 KINDS = ("laplace", "gaussian", "gamma", "student", "pareto", "mostly-zero", "two-scales")
+# On these too a selection is exact, and takes about as long.
+ODD = ("signs", "noisy-signs", "two-humps", "bfloat16", "ramp", "denormal", "one-entry", "equal")
 
 
 DEGENERATE: dict[str, np.ndarray] = {
