@@ -163,7 +163,7 @@ class Compressor(ABC):
 
     def hints(self, state: BucketState, room: int) -> Hints:
         """Return what the next selection is expected to ask. Up to `room` entries above a cut can be noted."""
-        return Hints(state.cut, min(state.room, room), SUMS if self.needs_sums else NOTHING)
+        return Hints(state.cut, room, SUMS if self.needs_sums else NOTHING)
 
     def new_state(self, place: Place = ALONE) -> BucketState:
         """Return the state of a bucket before its first step."""

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NEARLY = 0.95
+_NEARLY = 0.92
 """The next step's k-th largest magnitude will hardly be below this fraction of the last step's."""
-_MOST_GROWTH = 1.1
-"""The largest growth of the k-th largest magnitude, as a factor per step, that is assumed to continue."""
-_MOST_EXPECTED = 8
-"""The most entries above the cut that are worth noting, as a multiple of k."""
 
 
 class Place(NamedTuple):
@@ -56,10 +52,6 @@ class BucketState:
     """Fitting stages of the last step; 0 for algorithms without them."""
     cut: float = math.inf
     """Magnitude above which the next selection will most likely choose its entries; infinity if unknown."""
-    room: int = 0
-    """Number of entries. If more than these exceed the cut, the next selection makes no use of them."""
-    smallest: float = 0.0
-    """About the k-th largest magnitude of the last step, if the algorithm reports it (`expect`)."""
     fingerprint: int = 0
     """31-bit checksum of a choice that must be the same on all ranks."""
     proposal: float = 0.0
@@ -94,17 +86,13 @@ class BucketState:
                 setattr(other, name, copy.deepcopy(one))
         return other
 
-    def expect(self, smallest: float, k: int) -> None:
+    def expect(self, smallest: float) -> None:
         """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""
-        # Residuals grow at first, and for a long time with momentum. So growth is expected to continue.
-        growth = smallest / self.smallest if self.smallest > 0.0 else 1.0
-        self.smallest, self.room = smallest, _MOST_EXPECTED * k
-        self.cut = _NEARLY * smallest * min(max(growth, 1.0), _MOST_GROWTH) or math.inf
+        self.cut = _NEARLY * smallest
 
     def rescale(self, factor: float) -> None:
         """Multiply whatever is in the unit of the residuals by `factor`, because the residuals were multiplied by it."""
         self.cut *= factor
-        self.smallest *= factor
 
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""

@@ -46,22 +46,27 @@ class DGC(Compressor):
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         threshold = self._sampled(ops, x, k, state)
         selection = ops.select_above(x, threshold, capacity)
-        for _ in range(_MOST_ADAPTATIONS):
-            if selection.found >= _TOO_FEW * k or threshold == 0.0:
-                break
-            threshold *= _TOO_FEW
-            selection = ops.select_above(x, threshold, capacity)
-        if selection.found == 0:
-            threshold = fits.below_largest(ops.measure(x).largest, threshold)
-            selection = ops.select_above(x, threshold, capacity)
+        if selection.found < _TOO_FEW * k and threshold > 0.0:
+            # What a lower threshold selects is among these, or is too much.
+            top = ops.select_largest(x, min(math.floor(_TOO_MANY * k) + 1, len(x)))
+            few = x[top.indices]
+            for _ in range(_MOST_ADAPTATIONS):
+                threshold *= _TOO_FEW
+                selection = ops.select_above(few, threshold, capacity)
+                if selection.found >= _TOO_FEW * k or threshold == 0.0:
+                    break
+            if selection.found == 0:
+                threshold = fits.below_largest(ops.measure(x).largest, threshold)
+                selection = ops.select_above(few, threshold, capacity)
+            selection = selection._replace(indices=top.indices[selection.indices])
         state.threshold = threshold
         if selection.found <= _TOO_MANY * k:
-            state.expect(threshold, k)
+            state.expect(threshold)
             return selection
         # Hierarchical selection: the exact top-k, searched only among the entries above the threshold.
         values = x[selection.indices]
         among = ops.select_largest(values, k)
-        state.expect(among.smallest, k)
+        state.expect(among.smallest)
         return Selection(selection.indices[among.indices], k)
 
     def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:

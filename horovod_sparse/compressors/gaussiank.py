@@ -65,11 +65,12 @@ class GaussianK(Compressor):
         sums = ops.measure(x)
         if sums.count <= k:
             state.threshold = 0.0
+            state.expect(0.0)
             return ops.select_above(x, 0.0, capacity)
         fitted = fit(sums, k, len(x))
         if self.refine == "paper":
             state.threshold = fits.below_largest(sums.largest, self._corrected(ops, x, k, fitted))
-            state.expect(state.threshold, k)
+            state.expect(state.threshold)
             return ops.select_above(x, state.threshold, capacity)
         state.threshold = fits.below_largest(sums.largest, fitted * state.factor)
         selection = ops.select_above(x, state.threshold, capacity)
@@ -79,7 +80,7 @@ class GaussianK(Compressor):
             state.factor = (state.threshold / fitted if fitted > 0.0 else 0.0) or 1.0
         # A count within the tolerance is accepted, but the next threshold is a little nearer to k.
         state.factor *= (selection.found / k) ** RECENTRE
-        state.expect(state.threshold, k)
+        state.expect(state.threshold)
         return selection
 
     @staticmethod

@@ -27,11 +27,12 @@ class RedSync(Compressor):
         sums = ops.measure(x)
         if sums.count <= k:
             state.threshold = 0.0
+            state.expect(0.0)
             return ops.select_above(x, 0.0, capacity)
         selection = ops.select_largest(x, k)
         smallest, mean = selection.smallest, sums.total / len(x)
         thresholds = (mean + part * (sums.largest - mean) for part in PARTS)
         # At least k entries exceed every threshold below the k-th largest magnitude, so nothing has to be counted.
         state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)
-        state.expect(smallest, k)
+        state.expect(smallest)
         return selection

@@ -27,10 +27,8 @@ TRUSTED = 2.0
 """The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves more than this fraction of the non-zero entries is ignored."""
-_SPARE = 1.5
-"""Room for entries above a cut, as a multiple of what it should leave, or of what the last cut left if that is more."""
-_MOST_LEFT = 4.0
-"""The next cut has no room for more than this multiple of what it should leave, however many entries the last one left."""
+_SAMPLE = 2**15
+"""How many entries a sample has that gives the next cut."""
 _MOST_AIM = 16.0
 _AIM_GAIN, _FAR_GAIN = 0.1, 0.5
 """The power of k/count that the next step's aim is multiplied by: the second if the two differ by more than `_FAR`."""
@@ -75,13 +73,15 @@ class SIDCo(Compressor):
     `stages="auto"` starts from 3, because one stage starves under error feedback. Where an estimate is off by more than a
     factor 2, the k largest entries are sent. Each later stage computes its aim from the number of entries that are really
     left, `r_m = (k/n_m)^(1/(stages to go))`. For speed, most steps fit only the last stage: to the entries above a cut,
-    which the previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated.
+    which the previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated. Where
+    the cut leaves too few or too many, the k largest entries are sent, and a sample places the next one.
 
     Args:
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let M follow the achieved count, per bucket.
-        adapt: "paper" or "robust", as above. With "robust" M may also move against the paper's direction.
+        adapt: "paper" or "robust", as above. With "robust" M may also move against the paper's direction, and stays at 3 or
+            more as long as the ratio allows so many.
         others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k; 24 k with adapt="paper".
     """
 
@@ -108,37 +108,50 @@ class SIDCo(Compressor):
 
     def hints(self, state: BucketState, room: int) -> Hints:
         # With a cut, only the entries above it are fitted.
-        return Hints(state.cut, min(state.room, room), EXTENT if state.cut < math.inf else SUMS)
+        return super().hints(state, room)._replace(asks=EXTENT if state.cut < math.inf else SUMS)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
-        state.stages = stages = state.controller.stages
-        has_cut = self.adapt == "robust" and stages > 1 and state.cut < math.inf
-        sums = ops.extent(x) if has_cut else ops.measure(x)
+        state.stages = state.controller.stages
+        sums = ops.extent(x) if self._has_cut(state) else ops.measure(x)
         if sums.count <= k:
             # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = min(max(1, round(state.aim * k)), sums.count - 1)
-        tail = ops.measure(x, state.cut) if has_cut else None
-        narrowed = ops
-        if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
-            threshold, following = self.last_stage(state.cut, tail, sums.count, sums.largest, aim, stages)
-        else:
-            whole = ops.measure(x) if has_cut else sums
-            threshold, following, narrowed = self._all_stages(ops, x, whole, aim, stages)
-        if stages > 1:
-            aimed = tail_aim(sums.count, aim, stages)
-            left = aimed if tail is None else min(max(tail.count, aimed), _MOST_LEFT * aimed)
-            state.room = round(_SPARE * left)
-        state.threshold = fits.below_largest(sums.largest, threshold)
-        selection = narrowed.select_above(x, state.threshold, capacity)
-        self.learn(state, k, len(x), aim, selection.found)
-        if self.adapt == "robust" and not k / TRUSTED <= selection.found <= k * TRUSTED:
-            selection, following = ops.select_largest(x, k), math.inf
+        selection = self._estimate(ops, x, sums, aim, capacity, state)
+        if selection is not None:
+            self.learn(state, k, len(x), aim, selection.found)
+        if selection is None or (self.adapt == "robust" and not k / TRUSTED <= selection.found <= k * TRUSTED):
+            selection = ops.select_largest(x, k)
             state.threshold = fits.below_largest(selection.smallest, math.inf)
-        state.cut = following
+            state.cut = self._sampled_cut(ops, x, sums, aim, state.stages)
         return selection
+
+    def _has_cut(self, state: SIDCoState) -> bool:
+        return self.adapt == "robust" and state.stages > 1 and state.cut < math.inf
+
+    def _estimate(self, ops: Ops, x: Array, sums: Sums, aim: int, capacity: int, state: SIDCoState) -> Selection | None:
+        """Select what exceeds a fitted threshold; None if too few or too many exceed the cut to fit one."""
+        if self._has_cut(state):
+            tail = ops.measure(x, state.cut)
+            if not aim < tail.count <= MOST_TAIL * sums.count:
+                return None
+            threshold, state.cut = self.last_stage(state.cut, tail, sums.count, sums.largest, aim, state.stages)
+        else:
+            threshold, state.cut, ops = self._all_stages(ops, x, sums, aim, state.stages)
+        state.threshold = fits.below_largest(sums.largest, threshold)
+        return ops.select_above(x, state.threshold, capacity)
+
+    @staticmethod
+    def _sampled_cut(ops: Ops, x: Array, sums: Sums, aim: int, stages: int) -> float:
+        """Return the next step's cut where no fit tells it; infinity stands for no cut."""
+        left = aim if stages == 1 else tail_aim(sums.count, aim, stages)
+        if left <= aim:
+            return math.inf
+        stride = len(x) // _SAMPLE | 1
+        cut = ops.sampled_largest(x, 0, stride, max(1, round(left / stride)))
+        return fits.below_largest(sums.largest, cut) or math.inf
 
     # --- what the host and a device have in common ---
 

@@ -43,5 +43,5 @@ class Threshold(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         state.threshold = self.threshold
-        state.expect(self.threshold, capacity)
+        state.expect(self.threshold)
         return ops.select_above(x, self.threshold, capacity)

@@ -20,5 +20,5 @@ class TopK(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)
-        state.expect(selection.smallest, k)
+        state.expect(selection.smallest)
         return selection

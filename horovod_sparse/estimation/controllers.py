@@ -14,6 +14,8 @@ TOLERANCE = 0.2
 """epsilon: relative error of the averaged count that is tolerated without a change."""
 _STALE_AFTER = 20
 """After this many windows a measurement of another number of stages no longer counts (robust rule)."""
+_LEAST_ROBUST = 3
+"""The fewest stages that the robust rule goes down to."""
 _FLOOR = 1e-6
 """Replaces an average of zero before its logarithm is taken."""
 MOST_STAGES = 64
@@ -31,7 +33,8 @@ class StageController(NamedTuple):
     It depends on the distribution's tail whether a stage raises or lowers the count, hence the feedback.
 
     M may change every `PERIOD` steps; q is the mean of achieved/asked count over them. With `rule="paper"`, M decreases when
-    `q > 1 + TOLERANCE` and increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
+    `q > 1 + TOLERANCE` and increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` stays within [3, M_max], as
+    far as M_max allows: with fewer stages the last one has a quarter of the entries to fit, or all. It remembers |ln q| of
     each M that was tried. It tries the same direction first, then the other, and moves only to a neighbour that is untried,
     stale or was better. The paper's direction is wrong for heavy tails, where it pins M to 1. With `rule="fixed"`, M stays as
     it is, whatever state is loaded.
@@ -53,6 +56,7 @@ class StageController(NamedTuple):
         if len(window) < PERIOD:
             return StageController(rule, stages, window, seen, known)
         quality, seen, most = sum(window) / PERIOD, seen + 1, most_stages(ratio)
+        least = min(_LEAST_ROBUST, most) if rule == "robust" else 1
         errors = {m: (error, measured) for m, error, measured in known}
         errors[stages] = mine, _ = abs(math.log(max(quality, _FLOOR))), seen
         if abs(quality - 1.0) > TOLERANCE:
@@ -60,7 +64,7 @@ class StageController(NamedTuple):
             for neighbour in (stages + direction, *([] if rule == "paper" else [stages - direction])):
                 error, measured = errors.get(neighbour, (-1.0, seen))
                 is_worth_trying = rule == "paper" or seen - measured > _STALE_AFTER or error < mine
-                if 1 <= neighbour <= most and is_worth_trying:
+                if min(least, stages) <= neighbour <= most and is_worth_trying:
                     stages = neighbour
                     break
             else:

@@ -41,13 +41,22 @@ def test_paper_rule() -> None:
 
 def test_robust_rule_turns_round_when_the_papers_direction_is_wrong() -> None:
     """Heavy tails: too many, fewer stages make it worse."""
-    scripted = Scripted("robust", 3)
-    assert scripted.windows(2.0) == [2]
-    assert scripted.windows(8.0) == [1]  # An untried neighbour in the paper's direction comes first ...
-    assert scripted.windows(30.0) == [2]  # ... and is left for one that was better.
-    assert scripted.windows(8.0) == [3]
+    scripted = Scripted("robust", 5)
     assert scripted.windows(2.0) == [4]
-    assert scripted.windows(1.1, 1.1) == [4, 4]
+    assert scripted.windows(8.0) == [3]  # An untried neighbour in the paper's direction comes first ...
+    assert scripted.windows(30.0) == [4]  # ... and is left for one that was better.
+    assert scripted.windows(8.0) == [5]
+    assert scripted.windows(2.0) == [6]
+    assert scripted.windows(1.1, 1.1) == [6, 6]
+
+
+@pytest.mark.parametrize(("most", "least"), [(10, 3), (3, 3), (2, 2), (1, 1)])
+def test_robust_rule_does_not_go_below_three_stages_if_there_may_be_so_many(most: int, least: int) -> None:
+    """The last of fewer has a quarter of the entries to fit. From fewer, as a state may have them, it goes up."""
+    scripted = Scripted("robust", least)
+    stages = scripted.windows(*[50.0, 0.02, 3.0, 0.3] * 20, most=most)
+    assert min(stages) == least
+    assert max(Scripted("robust", 1).windows(*[50.0, 0.02, 3.0, 0.3] * 20, most=most)) >= least
 
 
 def test_robust_rule_tries_a_stale_neighbour_again() -> None:
