@@ -1,13 +1,15 @@
 """How long every compressor's step takes, in units of what error feedback costs at least: `residual.add_(gradient)`.
 
     python benchmarks/selection.py [--sizes 25M] [--ratios 0.001] [--threads 1] [--memory]
+    python benchmarks/selection.py --sizes 8M --data signs zeros
     HOROVOD_SPARSE_KERNELS=avx2 python benchmarks/selection.py
 
 Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch: the gradient is taken in,
 entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after the collective. Rows
 take turns, with the unit before and after each. Prints a table for each size, ratio and number of threads: medians and
 quartiles of the quotients, and how many units a row may take at most. Fails when a selection is not what the NumPy oracle
-selects.
+selects. With `--data`, the table shows instead how many times its own units on Gaussian gradients a row takes on gradients
+of other kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import product
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 from horovod.torch.compression import Compression
 from plain import plain_sidco
-from selection_worker import CASES, DATA, Case, Conditions, Gradients, Worker, memory, zeros
+from selection_worker import CASES, ODD, USUAL, Case, Conditions, Gradients, Worker, memory, zeros
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,12 +70,17 @@ class Contestant:
 
 def contestants(cases: Sequence[Case], conditions: Conditions) -> Iterator[Contestant]:
     """Yield what is timed under the same conditions, ready to be timed."""
-    gradients = {data: Gradients(conditions.size, data) for data in DATA}
+    gradients = {data: Gradients(conditions.size, data) for data in USUAL}
     for case in tqdm(cases, "warming up", leave=False, disable=None):
-        worker = Worker(case, conditions, gradients[case.data])
-        worker.check()
-        yield Contestant(case.title, worker.run, case.bar(conditions), worker.check)
+        yield contestant(case, conditions, gradients[case.data])
     yield from comparisons(conditions, gradients["Laplace"])
+
+
+def contestant(case: Case, conditions: Conditions, gradients: Gradients) -> Contestant:
+    """Return a case that is ready to be timed."""
+    worker = Worker(case, conditions, gradients)
+    worker.check()
+    return Contestant(case.title, worker.run, case.bar(conditions), worker.check)
 
 
 def comparisons(conditions: Conditions, gradients: Gradients) -> Iterator[Contestant]:
@@ -128,18 +135,34 @@ def take_turns(contestants: Sequence[Contestant], unit: Run, size: int, repetiti
     gc.enable()
 
 
-def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[str]]:
-    """Time cases under the same conditions; the lines of their table."""
-    torch.set_num_threads(conditions.threads)
-    rows = list(contestants(cases, conditions))
+def take_all_turns(rows: Sequence[Contestant], conditions: Conditions, arguments: argparse.Namespace) -> None:
+    """Time contestants under the same conditions, and check what they have selected."""
     # The least work of a selection with error feedback.
     unit = timed(zeros(conditions.size).add_, Gradients(conditions.size, "Laplace"))
     repetitions = tqdm(range(arguments.repetitions), str(conditions), leave=False, disable=None)
     take_turns(rows, unit, conditions.size, repetitions)
     for row in rows:
         row.check()
+
+
+def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[str]]:
+    """Time cases under the same conditions; the lines of their table."""
+    rows = list(contestants(cases, conditions))
+    take_all_turns(rows, conditions, arguments)
     taken = [memory(row.title, conditions) if arguments.memory else None for row in rows]
     return [row.cells(conditions.size, share) for row, share in zip(rows, taken, strict=True)]
+
+
+def beside_gaussian(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[str]]:
+    """Time each case on kinds of gradients; lines of its units on Gaussian ones, and of the others' multiples of them."""
+    lines = []
+    for case in cases:
+        kinds = [replace(case, data=data) for data in ("Gaussian", *arguments.data)]
+        rows = [contestant(kind, conditions, Gradients(conditions.size, kind.data)) for kind in kinds]
+        take_all_turns(rows, conditions, arguments)
+        units, *others = (float(np.median(row.quotients)) for row in rows)
+        lines.append([case.name, f"{units:.2f}", *(f"{other / units:.2f}" for other in others)])
+    return lines
 
 
 def main() -> None:
@@ -152,13 +175,25 @@ def main() -> None:
     add("--repetitions", type=int, default=15, metavar="N")
     add("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose titles contain one of these")
     add("--memory", action="store_true", help="measure each row's memory too, in a process of its own")
+    add(
+        "--data",
+        nargs="+",
+        default=[],
+        choices=[*USUAL, *ODD],
+        help="time the rows on these gradients beside Gaussian ones",
+    )
     arguments = options.parse_args()
     cases = [case for case in CASES if any(text.lower() in case.title.lower() for text in arguments.rows)]
+    columns: Sequence[str] = COLUMNS
+    if arguments.data:
+        columns = ("row", "Gaussian: units", *arguments.data)
+        cases = [case for case in cases if case.data == "Laplace" and not case.cold and not case.receives]
     print(f"{machine.describe()}; {', '.join(f'{name} {metadata.version(name)}' for name in ('torch', 'numpy'))}")
     for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
         conditions = Conditions(size, ratio, threads)
-        table = markdown.table(COLUMNS, measure(conditions, cases, arguments))
-        print(f"\n{conditions}:\n\n{table}", flush=True)
+        torch.set_num_threads(threads)
+        lines = (beside_gaussian if arguments.data else measure)(conditions, cases, arguments)
+        print(f"\n{conditions}:\n\n{markdown.table(columns, lines)}", flush=True)
 
 
 if __name__ == "__main__":
