@@ -198,6 +198,10 @@ class TorchOps(Ops):
         return message
 
     def quantize(self, x: Tensor, message: Tensor) -> Tensor:
+        if device.has_kernels(x.device):
+            from horovod_sparse.kernels.gpu import packed
+
+            return packed.quantize(x, message)
         # A device is not waited for: padding is in a chunk of its own, the last one.
         chunks = wire.chunks_of(x.numel())
         used = message[:, 0] >= 0
@@ -229,6 +233,10 @@ class TorchOps(Ops):
         return torch.cat([header.view(torch.uint8), *(row.to(torch.uint8) for row in rows)]).view(torch.int32)
 
     def unquantize(self, gathered: Tensor, world: int, numel: int) -> Tensor:
+        if device.has_kernels(gathered.device):
+            from horovod_sparse.kernels.gpu import packed
+
+            return packed.unquantize(gathered, world, numel)
         messages, chunks = gathered.view(world, -1), wire.chunks_of(numel)
         length = wire.header_length(chunks)
         header = messages[:, :length].contiguous().view(torch.int16)[:, : 3 * chunks].int()

@@ -32,7 +32,8 @@ _WIRE_PADDING = tl.constexpr(wire.PADDING)
 
 
 @triton.jit
-def _store_rows(message, row, index, value, used):
+def store_rows(message, row, index, value, used):
+    """Store rows of a message of pairs."""
     tl.store(message + row * 2, index, used)
     tl.store(message + row * 2 + 1, value.to(tl.int32, bitcast=True), used)
 
@@ -77,7 +78,7 @@ def write(
         equal_before = equal + (before >> 16)
         row = above + (before & 65535) + tl.minimum(equal_before, most_equal)
         chosen = (is_above | (is_equal & (equal_before < most_equal))) & (row < capacity)
-        _store_rows(message, row, indices.to(tl.int32), x, chosen)
+        store_rows(message, row, indices.to(tl.int32), x, chosen)
         tl.store(residual + indices, tl.zeros_like(x), chosen)
         these = tl.sum(both, 0)
         above += these & 65535
@@ -91,7 +92,7 @@ def write(
         row = group * rows + number
         unused = (number < rows) & (row >= sent) & (row < capacity)
         index = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
-        _store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
+        store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
     if group == 0:
         tl.store(numbers + SENT, sent.to(tl.float64))
         tl.store(numbers + LIMIT_VALUE, value_of(limit))
@@ -117,7 +118,7 @@ def take(
     x = tl.load(residual + index, chosen, other=0.0)
     tl.store(residual + index, tl.zeros_like(x), chosen)
     unused = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
-    _store_rows(message, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
+    store_rows(message, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])
@@ -151,7 +152,7 @@ def rows_in_use(messages: Tensor, world: int, numel: int) -> Tensor:
 
 
 @triton.jit
-def _rows_below(messages, rows, limit, world, steps, RANKS: tl.constexpr):
+def rows_below(messages, rows, limit, world, steps, RANKS: tl.constexpr):
     """Return, for each rank's message, how many of its rows come before those of index `limit` and of padding."""
     rank = tl.arange(0, RANKS)
     low, high = tl.zeros([RANKS], tl.int64), tl.where(rank < world, rows, 0)
@@ -191,8 +192,8 @@ def add_up(
     for start in range(0, numel, CHUNK):
         lanes = start + tl.arange(0, CHUNK)
         tl.store(target + lanes, tl.zeros([CHUNK], target.dtype.element_ty), lanes < numel)
-    begins = _rows_below(messages, rows, first, world, steps, RANKS)
-    ends = _rows_below(messages, rows, first + numel, world, steps, RANKS)
+    begins = rows_below(messages, rows, first, world, steps, RANKS)
+    ends = rows_below(messages, rows, first + numel, world, steps, RANKS)
     rank = tl.arange(0, RANKS)
     for sender in range(0, world):
         # What other threads of this program have written must be there.
