@@ -33,7 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from horovod_sparse.compressors import SIDCo, Threshold, TopK
+from horovod_sparse.compressors import DGC, GaussianK, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
@@ -166,6 +166,7 @@ class Worker:
         for part in gradient.split(self.sizes):
             self.bucket.accumulate([(offset, part)], None, 1.0)
             offset += part.numel()
+        self.bucket.decide()
         return self.bucket.message()
 
     def finish(self) -> dict[str, float]:
@@ -185,6 +186,9 @@ COMPARED: list[Callable[[float], Compressor]] = [
     lambda ratio: SIDCo(ratio, distribution="gpareto", warmup=None),
     lambda ratio: SIDCo(ratio, stages=1, warmup=None),
     lambda ratio: Threshold(3.0, ratio=ratio),
+    GaussianK,
+    DGC,
+    RedSync,
 ]
 
 
@@ -200,7 +204,7 @@ def compare(device: Device, make: Callable[[float], Compressor]) -> int:
                 # Candidates of the step before are too few.
                 gradient *= np.float32(1e-3)
             x = worker.residual.cpu().numpy() + gradient
-            request = worker.bucket.rule.request(worker.state, worker.k)
+            request = worker.bucket.rule.request(worker.state, worker.k, worker.capacity)
             message = worker.launch(torch.from_numpy(gradient).to(device.torch)).cpu().numpy()
             told = worker.finish()
             try:
@@ -221,7 +225,7 @@ def check_choice(worker: Worker, request: Any, x: np.ndarray, message: np.ndarra
     restored[indices] += values
     np.testing.assert_array_equal(restored, x)
     # An estimate that is far off is replaced by the k largest.
-    trusted = not isinstance(compressor, SIDCo) or request.trust[0] <= told["found"] <= request.trust[1]
+    trusted = request.trust[0] <= told["found"] <= request.trust[1]
     exact = oracle.select_largest(x, worker.capacity if trusted and told["found"] > worker.capacity else k)
     chosen = exact if told["exact"] else oracle.select_above(x, told["limit"], worker.capacity)
     np.testing.assert_array_equal(indices, chosen.indices)
@@ -264,7 +268,7 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
         assert isinstance(sending, Sending)
         own = sending.begin().message
         device.raise_where_it_waits(False)
-        taken.advance(sending, own)
+        taken.advance([(sending, own)])
         assert sending.outcome.sent > 0
         taken.finish(lambda slots, reduced: None)
 

@@ -16,7 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -24,6 +27,7 @@ from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.kernels.gpu.message import assemble, rows_in_use
+from horovod_sparse.kernels.gpu.packed import quantize, unquantize
 
 COMPRESSORS = [
     TopK(0.001, warmup=None),
@@ -31,6 +35,9 @@ COMPRESSORS = [
     SIDCo(0.001, warmup=None),
     SIDCo(0.001, distribution="gpareto", warmup=None),
     RandomK(0.001, warmup=None),
+    GaussianK(0.001, warmup=None),
+    DGC(0.001, warmup=None),
+    RedSync(0.001, warmup=None),
 ]
 
 
@@ -70,8 +77,11 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: float | None) 
     bucket.begin(compressor.new_state(), Stage(range(1), 40, 50, compressor.exchange, False, 0.0))
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(0, given)], momentum, 1.0)
+    bucket.decide()
+    bucket.select()
     message = bucket.message()
-    rows_in_use(message, 1, size)
+    packed = quantize(torch.zeros(size), message)
+    rows_in_use(unquantize(packed, 1, size), 1, size)
     assemble([(0, torch.zeros(size)), (0, torch.zeros(size, dtype=torch.float64))], message, 1, 2.0)
 
 

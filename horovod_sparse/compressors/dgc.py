@@ -11,7 +11,7 @@ from horovod_sparse.compressors.draws import generator
 from horovod_sparse.estimation import fits
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
-_TOO_FEW, _TOO_MANY = 0.8, 1.3
+TOO_FEW, TOO_MANY = 0.8, 1.3
 _MOST_ADAPTATIONS = 10
 
 
@@ -32,7 +32,7 @@ class DGC(Compressor):
         others: those of `Compressor`. Message capacity is 1.3 k unless `slack` says otherwise.
     """
 
-    default_slack = _TOO_MANY
+    default_slack = TOO_MANY
 
     sample_ratio: float = 0.01
     seed: int = 0
@@ -44,23 +44,23 @@ class DGC(Compressor):
         super().__post_init__()
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        threshold = self._sampled(ops, x, k, state)
+        threshold = ops.sampled_largest(x, *self.sample(len(x), k, state))
         selection = ops.select_above(x, threshold, capacity)
-        if selection.found < _TOO_FEW * k and threshold > 0.0:
+        if selection.found < TOO_FEW * k and threshold > 0.0:
             # What a lower threshold selects is among these, or is too much.
-            top = ops.select_largest(x, min(math.floor(_TOO_MANY * k) + 1, len(x)))
+            top = ops.select_largest(x, min(math.floor(TOO_MANY * k) + 1, len(x)))
             few = x[top.indices]
             for _ in range(_MOST_ADAPTATIONS):
-                threshold *= _TOO_FEW
+                threshold *= TOO_FEW
                 selection = ops.select_above(few, threshold, capacity)
-                if selection.found >= _TOO_FEW * k or threshold == 0.0:
+                if selection.found >= TOO_FEW * k or threshold == 0.0:
                     break
             if selection.found == 0:
                 threshold = fits.below_largest(ops.measure(x).largest, threshold)
                 selection = ops.select_above(few, threshold, capacity)
             selection = selection._replace(indices=top.indices[selection.indices])
         state.threshold = threshold
-        if selection.found <= _TOO_MANY * k:
+        if selection.found <= TOO_MANY * k:
             state.expect(threshold)
             return selection
         # Hierarchical selection: the exact top-k, searched only among the entries above the threshold.
@@ -69,12 +69,10 @@ class DGC(Compressor):
         state.expect(among.smallest)
         return Selection(selection.indices[among.indices], k)
 
-    def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:
-        """Return the threshold that a sample suggests. Its entries are taken at a fixed stride from a random start."""
-        numel = len(x)
+    def sample(self, numel: int, k: int, state: BucketState) -> tuple[int, int, int]:
+        """Return random start and stride of the sample, and how many of its entries should exceed the threshold."""
         size = max(math.ceil(self.sample_ratio * numel), math.ceil(2 * numel / k))
         # The stride is odd, so that it does not lock on to the rows of a layer.
         stride = max(1, (numel // size - 1) | 1)
         start = int(generator(self.seed, state, shared=False).integers(stride))
-        sampled = len(range(start, numel, stride))
-        return ops.sampled_largest(x, start, stride, max(1, round(sampled * k / numel)))
+        return start, stride, max(1, round(len(range(start, numel, stride)) * k / numel))

@@ -74,14 +74,21 @@ class GaussianK(Compressor):
             return ops.select_above(x, state.threshold, capacity)
         state.threshold = fits.below_largest(sums.largest, fitted * state.factor)
         selection = ops.select_above(x, state.threshold, capacity)
-        if abs(selection.found - k) > TOLERANCE * k:
+        found = selection.found
+        if abs(found - k) > TOLERANCE * k:
             selection = ops.select_largest(x, k)
-            state.threshold = fits.below_largest(selection.smallest, math.inf)
-            state.factor = (state.threshold / fitted if fitted > 0.0 else 0.0) or 1.0
-        # A count within the tolerance is accepted, but the next threshold is a little nearer to k.
-        state.factor *= (selection.found / k) ** RECENTRE
+        self.learn(state, k, fitted, found, selection.smallest)
         state.expect(state.threshold)
         return selection
+
+    def learn(self, state: GaussianKState, k: int, fitted: float, found: int, smallest: float) -> None:
+        """Learn how many entries exceeded the threshold. If that is far from k, `smallest` is the k-th largest."""
+        if abs(found - k) > TOLERANCE * k:
+            state.threshold = fits.below_largest(smallest, math.inf)
+            state.factor = (state.threshold / fitted if fitted > 0.0 else 0.0) or 1.0
+        else:
+            # The count is accepted, but the next threshold is a little nearer to k.
+            state.factor *= (found / k) ** RECENTRE
 
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:

@@ -67,16 +67,13 @@ class MiCRO(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, MiCROState)
-        place = state.place
-        number = (state.step + place.position) % place.world
-        start, end = (len(x) * part // place.world for part in (number, number + 1))
+        start, end = self.part(state, len(x))
         state.threshold = state.current
         # The threshold that would have selected this rank's share, if there is no common one yet or it was far too low.
         state.proposal = 0.0
         if start == end:
             return Selection(ops.select_above(x[:0], 0.0, 1).indices, 0)
-        mine = x[start:end]
-        share = min(max(1, round(k / place.world)), capacity, len(mine))
+        mine, share = x[start:end], self.share(state, k, capacity, end - start)
         if state.current == 0.0:
             state.proposal = ops.kth_largest(mine, share)
             selection = ops.select_above(mine, 0.0, share)
@@ -88,6 +85,18 @@ class MiCRO(Compressor):
             # Select at least one entry, so that a threshold that is far too high does not starve the bucket.
             selection = ops.select_largest(mine, 1)
         return Selection(selection.indices + start, selection.found)
+
+    # --- what the host and a device have in common ---
+
+    def part(self, state: BucketState, numel: int) -> tuple[int, int]:
+        """Return where this worker's part of `numel` entries begins and ends in this step."""
+        place = state.place
+        number = (state.step + place.position) % place.world
+        return numel * number // place.world, numel * (number + 1) // place.world
+
+    def share(self, state: BucketState, k: int, capacity: int, size: int) -> int:
+        """Return how many entries this worker should select from a part of this size."""
+        return min(max(1, round(k / state.place.world)), capacity, size)
 
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)

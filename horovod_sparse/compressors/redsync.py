@@ -30,9 +30,13 @@ class RedSync(Compressor):
             state.expect(0.0)
             return ops.select_above(x, 0.0, capacity)
         selection = ops.select_largest(x, k)
-        smallest, mean = selection.smallest, sums.total / len(x)
-        thresholds = (mean + part * (sums.largest - mean) for part in PARTS)
-        # At least k entries exceed every threshold below the k-th largest magnitude, so nothing has to be counted.
-        state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)
-        state.expect(smallest)
+        state.threshold = tried(sums.total / len(x), sums.largest, selection.smallest)
+        state.expect(selection.smallest)
         return selection
+
+
+def tried(mean: float, largest: float, smallest: float) -> float:
+    """Return the threshold at which the search would end if `smallest` is the k-th largest magnitude."""
+    thresholds = (mean + part * (largest - mean) for part in PARTS)
+    # At least k entries exceed every threshold below the k-th largest magnitude, so nothing has to be counted.
+    return next((threshold for threshold in thresholds if threshold < smallest), 0.0)

@@ -40,6 +40,10 @@ class Selector(Protocol):
     def fault(self) -> Array:
         """1 if a gradient was not finite, else 0, once `decide` was called: an array of no dimension."""
 
+    @property
+    def proposal(self) -> int | Array:
+        """What the selection leads the worker to propose: see `protocols.Sender`."""
+
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
 
@@ -57,6 +61,9 @@ class Selector(Protocol):
 
     def select(self) -> Selection:
         """Return the selection: indices, and padding up to the message's capacity. Nothing is taken."""
+
+    def union(self, gathered: Array, world: int) -> tuple[Array, Array]:
+        """Return all indices in the messages 3 of so many ranks, and their number: see `protocols.Sender`."""
 
     def take_out(self, indices: Array) -> tuple[Array, Array]:
         """Return the message of pairs of these indices, and its values, which are no longer in the residual.

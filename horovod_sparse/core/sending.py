@@ -59,8 +59,8 @@ class Sending:
         """This step's learning rates of the parameters that have arrived, by offset; none without `lr_in_residual`."""
         self.not_finite: list[int] = []
         """The offsets of this rank's parameters whose gradients are known not to be finite."""
-        self._messages: list[Array] = []
-        """Messages of pairs that hold what was taken out of the residual. On a device their numbers may not be known yet."""
+        self._message: Array | None = None
+        """A message of pairs with what was taken out of the residual. On a device its number may not be known yet."""
         self._taken: list[Entries] = []
         """Entries taken out of the residual in another way."""
         self._all_taken = False
@@ -167,10 +167,9 @@ class Sending:
 
     def message(self) -> Array:
         indices = self.ops.indices(np.empty(0, np.int64), self.buffer) if self.not_finite else self.select().indices
-        message = self.ops.take_pairs_out(self.buffer, indices, self.capacity)
+        message = self._message = self.ops.take_pairs_out(self.buffer, indices, self.capacity)
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
-        self._messages.append(message)
         return message
 
     def select(self) -> Selection:
@@ -179,8 +178,18 @@ class Sending:
         bucket.tracked.forget()
         if bucket.is_foreign:
             check_selection(type(compressor).__name__, selection, self.buffer, self.capacity)
-        self.outcome = Outcome(0, selection.found - len(selection.indices))
+        self.outcome = Outcome(len(selection.indices), selection.found - len(selection.indices))
         return selection
+
+    @property
+    def proposal(self) -> int | Array:
+        return wire.float_bits(self.state.proposal)
+
+    def union(self, gathered: Array) -> tuple[Array, Array]:
+        indices = self.ops.union(gathered, self.world, wire.HEADER, self.numel)
+        number = wire.DAMAGED if indices is None else len(indices)
+        none, told = np.empty(0, np.int64), self.ops.indices(np.array([number]), self.buffer)
+        return self.ops.indices(none, self.buffer) if indices is None else indices, told
 
     def take_out(self, indices: Array) -> Array:
         values = self.ops.take_out(self.buffer, indices)
@@ -239,7 +248,8 @@ class Sending:
         if self._all_taken or not bucket.compressor.residual:
             self.buffer[:] = 0
         if bucket.velocity is not None and bucket.masks and not stage.is_dense:
-            for indices in [slice(None)] if self._all_taken else [entries.indices for entries in self._taken_out()]:
+            taken = [] if self._all_taken else self._taken_out(self.outcome.sent)
+            for indices in [slice(None)] if self._all_taken else [entries.indices for entries in taken]:
                 bucket.velocity[indices] = 0
         count, truncated, _ = self.outcome
         counts = Counts(stage.k, count, state.threshold, state.stages, truncated, stage.bytes_sent)
@@ -254,7 +264,12 @@ class Sending:
     def undo(self) -> None:
         """Let the step never have been. Without a velocity, gradients are taken out of the residual, to rounding."""
         bucket = self.bucket
-        for indices, values in self._taken_out():
+        used = 0
+        if self._message is not None:
+            ((rows,),) = self.ops.told([self.ops.rows_in_use(self._message, 1, self.numel)])
+            # If a gradient was not finite, the message is empty.
+            used = max(rows, 0)
+        for indices, values in self._taken_out(used):
             self.buffer[indices] += values
         bucket.forget()
         bucket.state = self._before
@@ -269,11 +284,9 @@ class Sending:
                 prepared = gradient if self._prepare is None else self._prepare(gradient, self.layout.residual_dtype)
                 self.ops.accumulate(self.buffer, [(slot.offset, prepared)], None, -rate)
 
-    def _taken_out(self) -> list[Entries]:
-        """Return what was taken out of the residual. Messages tell it, unless a gradient was not finite."""
-        told = self.ops.told([self.ops.rows_in_use(one, 1, self.numel) for one in self._messages])
-        pairs = [self.ops.unpack(one, max(used, 0)) for one, (used,) in zip(self._messages, told, strict=True)]
-        return [*self._taken, *(Entries(*one) for one in pairs)]
+    def _taken_out(self, used: int) -> list[Entries]:
+        """Return what was taken out of the residual, of which so many entries are in the message."""
+        return self._taken if self._message is None else [*self._taken, Entries(*self.ops.unpack(self._message, used))]
 
 
 class DeviceSending(Sending):
@@ -310,18 +323,21 @@ class DeviceSending(Sending):
         return self._device.fault if self.finite else 1
 
     def message(self) -> Array:
-        if not self.finite:
-            return super().message()
-        message = self._device.message()
-        self._messages.append(message)
+        message = self._message = self._device.message() if self.finite else super().message()
         return message
+
+    @property
+    def proposal(self) -> int | Array:
+        return self._device.proposal
 
     def select(self) -> Selection:
         return self._device.select()
 
+    def union(self, gathered: Array) -> tuple[Array, Array]:
+        return self._device.union(gathered, self.world)
+
     def take_out(self, indices: Array) -> Array:
-        message, values = self._device.take_out(indices)
-        self._messages.append(message)
+        self._message, values = self._device.take_out(indices)
         return values
 
     def advance(self, answer: Any) -> Asked | None:

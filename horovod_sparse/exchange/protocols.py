@@ -85,13 +85,6 @@ Sent = Entries | Messages | None
 """What all ranks sent: the sum of their entries, or each rank's own entries; None if a rank's gradient was not finite."""
 
 
-class State(Protocol):
-    """What a bucket keeps from step to step, as an exchange sees it."""
-
-    proposal: float
-    """A number of this rank that all ranks get to know."""
-
-
 class Named(Protocol):
     """A bucket of a rank, for messages."""
 
@@ -117,10 +110,6 @@ class Sender(Named, Protocol):
         """The number of this step, which must be the same on all ranks."""
 
     @property
-    def state(self) -> State:
-        """What the bucket keeps from step to step."""
-
-    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite, as far as the host knows."""
 
@@ -137,8 +126,19 @@ class Sender(Named, Protocol):
     def select(self) -> Selection:
         """Return the selection from the buffer. Nothing is taken."""
 
+    @property
+    def proposal(self) -> int | Array:
+        """The bits of a float32 that this rank proposes: a number, or an array like `fault`."""
+
+    def union(self, gathered: Array) -> tuple[Array, Array]:
+        """Return all indices in all ranks' messages 3, and their number as an array for `Told`.
+
+        They are those of `Ops.union`; on a device what is no index follows them, up to a number that all ranks know. The
+        number is `wire.DAMAGED` if a message is not as `wire` requires.
+        """
+
     def take_out(self, indices: Array) -> Array:
-        """Take the values at `indices` out of the residual, and return them."""
+        """Take the values at `indices` out of the residual, and return them: 0 for what is no index."""
 
     def take_all_out(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Sender
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Sender, Told
 from horovod_sparse.exchange.received import OUT_OF_ORDER, damaged, disagreement
 
 
@@ -27,27 +27,26 @@ class Union(Exchange):
         ]
 
     def collectives(self, bucket: Sender) -> Exchanging:
-        ops = bucket.ops
-        selection = bucket.select()
-        header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.state.proposal)]
-        message = ops.pack_indices(selection.indices, header, bucket.capacity)
+        ops, selected, checksum = bucket.ops, bucket.select().indices, bucket.checksum()
+        # Of a fault the host of a device knows nothing yet.
+        header = [checksum + bucket.fault * (wire.NOT_FINITE - checksum), bucket.proposal]
+        message = ops.pack_indices(selected, header, bucket.capacity)
         gathered = yield Collective("allgather", message)
-        headers = gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()
-        checksums, bits = (list(numbers) for numbers in zip(*headers, strict=True))
+        indices, number = bucket.union(gathered)
+        values, room = bucket.take_out(indices), min(bucket.capacity * bucket.world, bucket.numel)
+        total = yield Collective("allreduce", ops.pack_values(values, room, []))
+        headers = gathered.reshape(bucket.world, -1)[:, : wire.HEADER].reshape(-1)
+        told, (count,) = yield Told([headers, number])
+        checksums, proposed = told[:: wire.HEADER], np.array(told[1 :: wire.HEADER], np.int32).view(np.float32).tolist()
         if wire.NOT_FINITE in checksums:
             return None
-        proposed: list[float] = np.array(bits, np.int32).view(np.float32).tolist()
-        for worker, (checksum, number) in enumerate(zip(checksums, proposed, strict=True)):
-            if checksum < 0 or not math.isfinite(number):
-                raise damaged(bucket, f"message of worker {worker}", f"its header holds {checksum} and {number}")
+        for worker, (one, proposal) in enumerate(zip(checksums, proposed, strict=True)):
+            if one < 0 or not math.isfinite(proposal):
+                raise damaged(bucket, f"message of worker {worker}", f"its header holds {one} and {proposal}")
         if len(set(checksums)) > 1:
             raise disagreement(bucket)
-        indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
-        if indices is None:
+        if count == wire.DAMAGED:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
-        bucket.sent(len(indices))
-        bucket.observe(len(indices), proposed)
-        room = min(bucket.capacity * bucket.world, bucket.numel)
-        values = bucket.take_out(indices)
-        total = yield Collective("allreduce", ops.pack_values(values, room, []))
-        return Entries(indices, total[: len(indices)])
+        bucket.sent(count)
+        bucket.observe(count, proposed)
+        return Entries(indices[:count], total[:count])

@@ -8,7 +8,8 @@ sums, and the positions of the tile's *candidates*, which are the entries above 
 each takes the first index of a run of RUN entries that holds a candidate. The kernels after `threshold.fit` look at those runs
 only, with two exceptions. They look at all entries of a group if one of its tiles had more such runs than slots. They look at
 all entries of the bucket if the threshold turned out to be below the floor. They run one program per *group* of TILES tiles.
-There are few enough groups for every program to add up the counts of all groups.
+There are few enough groups for every program to add up the counts of all groups. Of a compressor that selects from a part of
+the bucket they look at that part.
 
 Magnitudes are compared as integers: the bits of |x| are in the order of |x|. The k-th largest is found digit by digit, from
 the most significant one. `search.histogram` counts the next digit over all entries that begin with the digits found so far.

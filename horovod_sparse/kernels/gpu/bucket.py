@@ -19,7 +19,7 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, write
+from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, union, write
 from horovod_sparse.kernels.gpu.rules import Blind, Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -125,7 +125,10 @@ class DeviceBucket:
         """The magnitude that the last step compared entries with."""
         self._margin = _MARGIN
         self._state, self._k, self._capacity = BucketState(), 0, 0
-        """Of the step that has begun, as is `_now`, its rule."""
+        """Of the step that has begun, as are `_now`, its rule, and `_request`."""
+        self._request = Request("nothing")
+        self.proposal: int | Tensor = 0
+        """What the last selection has led to."""
 
     def forget(self) -> None:
         self._limit = math.inf
@@ -133,6 +136,7 @@ class DeviceBucket:
     def begin(self, state: BucketState, stage: Stage) -> None:
         self._state, self._k, self._capacity = state, stage.k, stage.capacity
         self._now = _DENSE if stage.is_dense else self.rule
+        self._request = self._now.request(state, stage.k, stage.capacity)
 
     def _floor(self) -> float:
         return self._now.floor(self._state, self._limit * (1.0 - self._margin))
@@ -146,8 +150,7 @@ class DeviceBucket:
             self._margin *= _LESS
 
     def accumulate(self, gradients: Sequence[Part], momentum: float | None, rate: float) -> None:
-        request, floor = self._now.request(self._state, self._k), self._floor()
-        numbers = request.cut, floor, momentum or 0.0, rate
+        numbers = *self._part, self._request.cut, self._floor(), momentum or 0.0, rate
         constants = {
             "SLOTS": self._slots_each,
             "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
@@ -189,24 +192,47 @@ class DeviceBucket:
 
     def message(self) -> Tensor:
         drawn = self._drawn()
-        return self._searched() if drawn is None else self._taken(drawn, self._capacity)
+        return self._searched(takes=True) if drawn is None else self._taken(drawn, self._capacity)
 
     def select(self) -> Selection:
         drawn = self._drawn()
-        assert drawn is not None
-        return Selection(drawn, self._k)
+        if drawn is not None:
+            return Selection(drawn, self._k)
+        message = self._searched(takes=False)
+        self.proposal = self._proposed(message)
+        # The sign of a gradient that is not finite is none of the indices.
+        return Selection(message[:, 0].clamp(min=wire.PADDING), self._k)
+
+    def _proposed(self, message: Tensor) -> int | Tensor:
+        """Return the bits of what the worker proposes after a selection (`Request.proposes`)."""
+        share, most = self._request.proposes
+        if not share:
+            return 0
+        smallest = torch.topk(_values_of(message).abs(), share).values[-1]
+        return torch.where(self.numbers[NUMBERS.index("found")] > most, smallest, 0.0).view(torch.int32)
+
+    def union(self, gathered: Tensor, world: int) -> tuple[Tensor, Tensor]:
+        return union(gathered, world, self.buffer.numel())
 
     def take_out(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         message = self._taken(indices, len(indices))
         return message, _values_of(message).contiguous()
 
     def decide(self) -> None:
-        request = self._now.request(self._state, self._k)
-        asked = self._k, request.aim, request.cut, request.most_tail, self._floor()
+        request, given = self._request, self.numbers
+        if request.sample is not None:
+            start, stride, number = request.sample
+            given = torch.topk(self.buffer[start::stride].abs(), number).values[-1:]
+        asked = self._k, request.aim, request.cut, request.most_tail, request.scale, given, self._floor()
         results = self._histograms, self.numbers, self._words
-        constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "CHUNK": MOST_BINS}
+        constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "MEASURED": self._now.measures}
         with torch.cuda.device_of(self.buffer):
-            fit[(1,)](self._partials, self._tiles, *asked, *results, **constants, num_warps=8)
+            where = self._partials, self._tiles, *self._part
+            fit[(1,)](*where, *asked, *results, **constants, CHUNK=MOST_BINS, num_warps=8)
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        return self._request.part or (0, self.buffer.numel())
 
     def _drawn(self) -> Tensor | None:
         indices = self._now.drawn(self._state, self._k)
@@ -219,16 +245,16 @@ class DeviceBucket:
             take[(-(-rows // CHUNK),)](*asked, message, self.numbers, CHUNK=CHUNK)
         return message
 
-    def _searched(self) -> Tensor:
-        capacity, request = self._capacity, self._now.request(self._state, self._k)
+    def _searched(self, *, takes: bool) -> Tensor:
+        capacity, request = self._capacity, self._request
         message = self._rows(capacity)
         with torch.cuda.device_of(self.buffer):
             if request.rule != "largest":
                 self._count(-1, 0)
-            self._search(request, self._k, capacity)
+            self._search(request)
             self._count(len(_WIDTHS) - 1, _WIDTHS[-1])
             counts = self._above, self._equal, self._groups
-            self._launch(write, *counts, capacity, message, self.numbers, GROUPS=self._lanes)
+            self._launch(write, *counts, capacity, message, self.numbers, GROUPS=self._lanes, TAKES=takes)
         return message
 
     def _rows(self, count: int) -> Tensor:
@@ -241,13 +267,16 @@ class DeviceBucket:
     def _count(self, last: int, width: int) -> None:
         self._launch(count, self._above, self._equal, self._histograms, LAST=last, WIDTH=width)
 
-    def _search(self, request: Request, k: int, capacity: int) -> None:
+    def _search(self, request: Request) -> None:
         shift, stride = sum(_WIDTHS), min(_STRIDE, self._shape["BLOCK"] // RUN)
         digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": stride}
-        counts, asked = (self._above, self._groups), (k, capacity, *request.trust)
-        results, constants = (self._sampled, self.numbers), {"FITS": self._now.measures, "GROUPS": self._lanes}
+        rank = self._k if request.rank is None else request.rank
+        room = self._capacity if request.room is None else request.room
+        counts, asked = (self._above, self._groups), (rank, room, *request.trust)
+        cuts = request.cut_exponent is not None
+        results, constants = (self._sampled, self.numbers), {"CUTS": cuts, "GROUPS": self._lanes}
         self._launch(sample, *counts, *asked, *results, **constants, **digit)
-        self._launch(collect, k, request.cut_exponent, self._sampled, self.numbers, **digit)
+        self._launch(collect, self._k, request.cut_exponent or 0.0, self._sampled, self.numbers, **digit)
         for number, width in enumerate(_WIDTHS):
             shift -= width
             before = _WIDTHS[number - 1]
@@ -266,7 +295,8 @@ class DeviceBucket:
         self._now.learn(self._state, self._k, told)
         self._limit = told["limit"]
         sent, found = int(told["sent"]), int(told["found"])
-        return Outcome(sent, found - sent if sent == self._capacity and found > sent else 0)
+        least, most = self._request.trust
+        return Outcome(sent, max(found - sent, 0) if least <= found <= most else 0)
 
     def _not_finite(self) -> list[int]:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""

@@ -57,8 +57,9 @@ def write(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
+    TAKES: tl.constexpr,
 ):
-    """Write the message of pairs, and set to zero what is in the message."""
+    """Write the message of pairs. If it TAKES, set to zero what is in the message."""
     group = tl.program_id(0)
     limit = tl.load(words + LIMIT)
     most_equal = tl.load(words + MOST_EQUAL)
@@ -69,7 +70,7 @@ def write(
     first, steps, sparse = steps_of(group, tiles, must_read_all(words), found, BLOCK, SLOTS, TILES, CHUNK)
     for step in range(0, steps):
         indices, valid, x = chunk_of(
-            step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK
+            step, sparse, first, residual, tiles, starts, found, slots, words, BLOCK, SLOTS, TILES, CHUNK
         )
         is_above, is_equal = valid & (bits_of(x) > limit), valid & (bits_of(x) == limit)
         # One number holds two counts.
@@ -79,7 +80,8 @@ def write(
         row = above + (before & 65535) + tl.minimum(equal_before, most_equal)
         chosen = (is_above | (is_equal & (equal_before < most_equal))) & (row < capacity)
         store_rows(message, row, indices.to(tl.int32), x, chosen)
-        tl.store(residual + indices, tl.zeros_like(x), chosen)
+        if TAKES:
+            tl.store(residual + indices, tl.zeros_like(x), chosen)
         these = tl.sum(both, 0)
         above += these & 65535
         equal += these >> 16
@@ -149,6 +151,17 @@ def rows_in_use(messages: Tensor, world: int, numel: int) -> Tensor:
     with torch.cuda.device_of(messages):
         check[(world, -(-rows // CHUNK))](messages, rows, numel, used, STRIDE=messages.dim(), CHUNK=CHUNK)
     return used
+
+
+def union(gathered: Tensor, world: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Do as `protocols.Sender.union`. The host does not wait for the device. Numbers beyond the bucket stand for no index."""
+    messages = gathered.view(world, -1)[:, wire.HEADER :].flatten()
+    used, merged = rows_in_use(messages, world, numel), messages.sort().values.long()
+    is_first = merged >= 0
+    is_first[1:] &= merged[1:] != merged[:-1]
+    indices = torch.where(is_first, merged, wire.MAX_BUCKET).sort().values
+    number = torch.where(used.amin() < 0, wire.DAMAGED, is_first.sum())
+    return indices[:numel], number.view(1)
 
 
 @triton.jit

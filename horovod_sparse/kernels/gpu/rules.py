@@ -2,7 +2,8 @@
 
 When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
 compressors elsewhere: SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off by
-more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search. DGC does not
+lower a threshold that leaves too few: the k largest entries are sent.
 
 Tested by tests/kernels/gpu/test_kernels.py.
 """
@@ -16,13 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.compressors import sidco, threshold, topk
+from horovod_sparse.compressors import dgc, gaussiank, redsync, sidco, threshold, topk
 from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.draws import RandomCompressor
+from horovod_sparse.compressors.gaussiank import GaussianK, GaussianKState
+from horovod_sparse.compressors.micro import MiCRO, MiCROState
+from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.ops.protocol import Sums
+
+_ANY = 2**62
+"""More entries than there are."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,22 @@ class Request:
     aim: int = 0
     cut: float = math.inf
     most_tail: float = 0.0
-    trust: tuple[int, int] = (0, 0)
-    """Least and most entries that may exceed an estimated threshold if it is to be trusted."""
-    cut_exponent: float = 0.0
-    """The next cut leaves the fraction FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero."""
+    scale: float = 0.0
+    sample: tuple[int, int, int] | None = None
+    """Start and stride of some entries; of these, so many should exceed the threshold that is given."""
+    trust: tuple[int, int] = (0, _ANY)
+    """Least and most entries that may exceed a threshold if it is to be trusted."""
+    rank: int | None = None
+    """How many of the largest are sent if it is not; None: k."""
+    room: int | None = None
+    """The most entries that are sent; None: as many as the message has room for."""
+    cut_exponent: float | None = None
+    """The next cut leaves the fraction FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero; None:
+    there is no cut."""
+    part: tuple[int, int] | None = None
+    """Where the entries begin and end that are looked at; None: all."""
+    proposes: tuple[int, float] = (0, math.inf)
+    """The worker proposes the smallest of so many of the largest entries if more than so many qualify; 0: nothing."""
 
 
 class Rule:
@@ -45,7 +66,7 @@ class Rule:
     measures = False
     """True if the rule needs the sums."""
 
-    def request(self, state: BucketState, k: int) -> Request:
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
         """Return what to do in the next step. It does not change from the first gradient to the selection."""
         return Request("largest")
 
@@ -68,7 +89,7 @@ class Above(Rule):
 
     threshold: float
 
-    def request(self, state: BucketState, k: int) -> Request:
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
         return Request("above")
 
     def floor(self, state: BucketState, guess: float) -> float:
@@ -81,7 +102,7 @@ class Above(Rule):
 class Blind(Rule):
     """The rule of dense steps, which look at no entry."""
 
-    def request(self, state: BucketState, k: int) -> Request:
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
         return Request("nothing")
 
     def floor(self, state: BucketState, guess: float) -> float:
@@ -101,6 +122,88 @@ class Drawn(Blind):
 
 
 @dataclass(frozen=True)
+class InPart(Rule):
+    """The rule of MiCRO. Its state also learns from the number that all ranks have selected (`MiCRO.observe`)."""
+
+    compressor: MiCRO
+    numel: int
+
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
+        assert isinstance(state, MiCROState)
+        begin, end = self.compressor.part(state, self.numel)
+        share, room, most = self.compressor.share(state, k, capacity, end - begin), capacity, math.inf
+        if state.current == 0.0:
+            room, most = share, -1.0
+        elif self.compressor.scaling == "two_sided":
+            most = capacity
+        return Request("above", trust=(1, _ANY), rank=1, room=room, part=(begin, end), proposes=(share, most))
+
+    def floor(self, state: BucketState, guess: float) -> float:
+        assert isinstance(state, MiCROState)
+        return state.current
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        assert isinstance(state, MiCROState)
+        state.threshold = state.current
+
+
+@dataclass(frozen=True)
+class Normal(Rule):
+    """The rule of GaussianK with refine="exact"."""
+
+    compressor: GaussianK
+    numel: int
+    measures = True
+
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
+        assert isinstance(state, GaussianKState)
+        # Of a mean square of 1 over all entries.
+        whole = Sums(self.numel, 0.0, self.numel)
+        scale = gaussiank.fit(whole, k, self.numel) / math.sqrt(self.numel) * state.factor
+        near = math.floor(gaussiank.TOLERANCE * k)
+        return Request("normal", cut=0.0, scale=scale, trust=(k - near, k + near))
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        assert isinstance(state, GaussianKState)
+        state.threshold = numbers["limit"]
+        if numbers["count"] > k:
+            sums = Sums(int(numbers["count"]), numbers["tail_total"], numbers["tail_squares"])
+            fitted = gaussiank.fit(sums, k, self.numel)
+            self.compressor.learn(state, k, fitted, int(numbers["found"]), numbers["limit"])
+
+
+@dataclass(frozen=True)
+class NotZero(Rule):
+    """The rule of RedSync."""
+
+    numel: int
+    measures = True
+
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
+        return Request("largest", cut=0.0)
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        mean, limit = numbers["tail_total"] / self.numel, numbers["limit"]
+        state.threshold = redsync.tried(mean, numbers["largest"], limit) if numbers["count"] > k else 0.0
+
+
+@dataclass(frozen=True)
+class Sampled(Rule):
+    """The rule of DGC."""
+
+    compressor: DGC
+    numel: int
+    measures = True
+
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
+        trust = math.ceil(dgc.TOO_FEW * k), math.floor(dgc.TOO_MANY * k)
+        return Request("given", sample=self.compressor.sample(self.numel, k, state), trust=trust)
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        state.threshold = numbers["limit"]
+
+
+@dataclass(frozen=True)
 class Fitted(Rule):
     """The rule of SIDCo with a distribution whose fit is a formula."""
 
@@ -109,20 +212,20 @@ class Fitted(Rule):
     """Entries of the bucket."""
     measures = True
 
-    def request(self, state: BucketState, k: int) -> Request:
+    def request(self, state: BucketState, k: int, capacity: int) -> Request:
         assert isinstance(state, SIDCoState)
         stages = state.controller.stages
         trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
         aim = max(1, round(state.aim * k))
         if stages == 1:
             # The only stage fits the magnitudes of all entries that are not zero. These are the excesses over zero.
-            return Request(self.compressor.distribution, aim, 0.0, 1.0, trust)
-        exponent = (stages - 2) / (stages - 1)
-        return Request(self.compressor.distribution, aim, state.cut, sidco.MOST_TAIL, trust, exponent)
+            return Request(self.compressor.distribution, aim, 0.0, 1.0, trust=trust)
+        exponent, most = (stages - 2) / (stages - 1), sidco.MOST_TAIL
+        return Request(self.compressor.distribution, aim, state.cut, most, trust=trust, cut_exponent=exponent)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         assert isinstance(state, SIDCoState)
-        request, state.stages = self.request(state, k), state.controller.stages
+        request, state.stages = self.request(state, k, k), state.controller.stages
         state.threshold = numbers["limit"]
         if numbers["count"] <= k:
             # There was room for everything that is not zero. Nothing was estimated, so there is nothing to learn from.
@@ -141,7 +244,7 @@ class Fitted(Rule):
 
 def rule_of(compressor: Compressor, numel: int) -> Rule | None:
     """Return how a compressor selects on the device from a bucket of `numel` entries, or None if it does not."""
-    if type(compressor.exchange) not in (Pairs, SharedIndices) or compressor.clip is not None:
+    if type(compressor.exchange) not in (Pairs, SharedIndices, Union) or compressor.clip is not None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:
@@ -150,6 +253,14 @@ def rule_of(compressor: Compressor, numel: int) -> Rule | None:
         return Above(compressor.threshold)
     if isinstance(compressor, RandomCompressor) and select is RandomCompressor.select:
         return Drawn(compressor, numel)
+    if isinstance(compressor, MiCRO) and select is MiCRO.select:
+        return InPart(compressor, numel)
+    if isinstance(compressor, GaussianK) and select is GaussianK.select:
+        return Normal(compressor, numel) if compressor.refine == "exact" else None
+    if select is RedSync.select:
+        return NotZero(numel)
+    if isinstance(compressor, DGC) and select is DGC.select:
+        return Sampled(compressor, numel)
     if isinstance(compressor, SIDCo) and select is SIDCo.select:
         formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
         return Fitted(compressor, numel) if formula else None

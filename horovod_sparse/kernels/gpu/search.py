@@ -14,7 +14,16 @@ import triton.language as tl
 
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.kernels.gpu.floats import bits_of, value_of
-from horovod_sparse.kernels.gpu.threshold import FIT_LIMIT, FIT_RANK, FIT_SHORT, FIT_TRUSTED, HISTOGRAM, NOTHING
+from horovod_sparse.kernels.gpu.threshold import (
+    BEGIN,
+    END,
+    FIT_LIMIT,
+    FIT_RANK,
+    FIT_SHORT,
+    FIT_TRUSTED,
+    HISTOGRAM,
+    NOTHING,
+)
 from horovod_sparse.kernels.gpu.tiles import COUNT, EXACT, FOUND, LOW, RUN, list_runs, run_peaks
 
 WORDS = 32
@@ -58,6 +67,7 @@ def chunk_of(
     starts,
     found,
     slots,
+    words,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
@@ -80,6 +90,7 @@ def chunk_of(
         here = first + step // (BLOCK // CHUNK)
         indices = tl.load(starts + here) + step % (BLOCK // CHUNK) * CHUNK + lanes
         valid = indices < tl.load(starts + here + 1)
+    valid = valid & (indices >= tl.load(words + BEGIN)) & (indices < tl.load(words + END))
     return indices, valid, tl.load(residual + indices, valid, other=0.0)
 
 
@@ -116,7 +127,7 @@ def _read_round(histograms, words, ROUND: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _begin_search(
-    group_above, groups, k, capacity, trust_least, trust_most, numbers, words, FITS: tl.constexpr, GROUPS: tl.constexpr
+    group_above, groups, k, capacity, trust_least, trust_most, numbers, words, CUTS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Decide whether a search is needed. Return what candidates are collected by, and whether the next cut is wanted."""
     group = tl.program_id(0)
@@ -138,7 +149,7 @@ def _begin_search(
         if group == 0:
             tl.store(numbers + FOUND, above.to(tl.float64))
     by = tl.where(short, by, 0)
-    wants_low = FITS & ((tl.load(words + FIT_RANK) > 0) | far_off)
+    wants_low = CUTS & ((tl.load(words + FIT_RANK) > 0) | far_off)
     if group == 0:
         tl.store(words + LIMIT, limit)
         tl.store(words + MOST_EQUAL, tl.full((), 0, tl.int64))
@@ -177,7 +188,7 @@ def sample(
     counts,
     numbers,
     words,
-    FITS: tl.constexpr,
+    CUTS: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -196,7 +207,7 @@ def sample(
     EACH: tl.constexpr = BLOCK // STRIDE
     group = tl.program_id(0)
     by, wants_low = _begin_search(
-        group_above, groups, k, capacity, trust_least, trust_most, numbers, words, FITS, GROUPS
+        group_above, groups, k, capacity, trust_least, trust_most, numbers, words, CUTS, GROUPS
     )
     if (by == _BY_SAMPLE) | wants_low:
         bins = tl.zeros([BINS], tl.int32)
@@ -208,6 +219,7 @@ def sample(
             run = lane % EACH // _RUN * STRIDE + (tile * 40503 >> 4) % STRIDE
             indices = tl.load(starts + tile, used, other=0) + run * _RUN + lane % _RUN
             used = used & (indices < tl.load(starts + tile + 1, used, other=0))
+            used = used & (indices >= tl.load(words + BEGIN)) & (indices < tl.load(words + END))
             x = tl.load(residual + indices, used, other=0.0)
             bins += tl.histogram((bits_of(x) >> SHIFT).to(tl.int32), BINS, used)
         tl.atomic_add(counts + tl.arange(0, BINS), bins, bins > 0, sem="relaxed")
@@ -247,6 +259,7 @@ def collect(
             digit, _ = _digit(counts, safe.to(tl.int64), WIDTH)
             floor = (digit << SHIFT) - 1
         first = group.to(tl.int64) * TILES
+        begin, end = tl.load(words + BEGIN), tl.load(words + END)
         above = tl.zeros([CHUNK], tl.int32)
         for tile in range(first, tl.minimum(first + TILES, tiles)):
             start = tl.load(starts + tile)
@@ -254,8 +267,9 @@ def collect(
             listed = tl.full((), 0, tl.int32)
             for at in range(0, left, CHUNK):
                 lanes = at + tl.arange(0, CHUNK)
-                x = tl.load(residual + start + lanes, lanes < left, other=0.0)
-                wanted = ((lanes < left) & (bits_of(x) > floor)).to(tl.int32)
+                valid = (lanes < left) & (start + lanes >= begin) & (start + lanes < end)
+                x = tl.load(residual + start + lanes, valid, other=0.0)
+                wanted = (valid & (bits_of(x) > floor)).to(tl.int32)
                 index = start.to(tl.int32) + at + tl.arange(0, CHUNK // _RUN) * _RUN
                 listed = list_runs(listed, run_peaks(wanted, CHUNK), index, slots + tile * SLOTS, SLOTS)
                 above += wanted
@@ -301,7 +315,7 @@ def histogram(
         first, steps, sparse = steps_of(group, tiles, whole, found, BLOCK, SLOTS, TILES, CHUNK)
         for step in range(0, steps):
             _, valid, x = chunk_of(
-                step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK
+                step, sparse, first, residual, tiles, starts, found, slots, words, BLOCK, SLOTS, TILES, CHUNK
             )
             digits = bits_of(x) >> SHIFT
             same = valid & ((digits >> WIDTH) == prefix)
@@ -353,7 +367,7 @@ def count(
         first, steps, sparse = steps_of(group, tiles, whole, found, BLOCK, SLOTS, TILES, CHUNK)
         for step in range(0, steps):
             _, valid, x = chunk_of(
-                step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK
+                step, sparse, first, residual, tiles, starts, found, slots, words, BLOCK, SLOTS, TILES, CHUNK
             )
             above += (valid & (bits_of(x) > limit)).to(tl.int32)
             equal += (valid & (bits_of(x) == limit)).to(tl.int32)

@@ -5,6 +5,8 @@ Tested by tests/kernels/gpu/test_kernels.py.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -18,11 +20,14 @@ HISTOGRAM = tl.constexpr(MOST_BINS)
 # What `fit` writes: the bits of the limit; whether the candidates are too few; the rank to search for, or 0; whether any count
 # above the limit is accepted.
 FIT_LIMIT, FIT_SHORT, FIT_RANK, FIT_TRUSTED = map(tl.constexpr, range(4))
+BEGIN, END = map(tl.constexpr, (30, 31))
+"""Where `fit` writes the range of the entries that are looked at, behind all other words."""
 NOTHING = tl.constexpr(2**63 - 1)
 """Bits that no magnitude exceeds."""
 
 _CONSTANT = tl.constexpr(1e-12)
 _LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
+_ROOT_OF_HALF_PI = tl.constexpr(math.sqrt(math.pi / 2))
 
 
 @triton.jit
@@ -60,43 +65,68 @@ def _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE: tl.const
     return tl.where(usable, tl.full((), cut, tl.float64), 0.0) + step
 
 
-@triton.jit(do_not_specialize=["tiles", "k", "aim"])
+@triton.jit
+def _normal(count, total, squares, scale):
+    """Return `gaussiank.fit`, of which `scale` holds what does not depend on the sums."""
+    # As `fits.is_held`, of the mean square.
+    held = (squares >= count * _LEAST_SQUARE) & (squares < float("inf"))
+    root = total / tl.sqrt(tl.maximum(count, 1.0)) * _ROOT_OF_HALF_PI
+    return tl.where(held, tl.sqrt(tl.where(held, squares, 0.0)), root) * tl.full((), scale, tl.float64)
+
+
+@triton.jit(do_not_specialize=["tiles", "begin", "end", "k", "aim"])
 def fit(
     partials,
     tiles: tl.int64,
+    begin: tl.int64,
+    end: tl.int64,
     k: tl.int64,
     aim: tl.int64,
     cut: tl.float64,
     most_tail: tl.float64,
+    scale: tl.float64,
+    given,
     floor: tl.float64,
     histograms,
     numbers,
     words,
     HISTOGRAMS: tl.constexpr,
     RULE: tl.constexpr,
+    MEASURED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Add up the tiles' sums in one program, and decide what is to be selected.
 
-    RULE "nothing" selects nothing. "largest" selects the k largest entries. "above" selects all above `floor`. "exponential"
-    and "gpareto" fit a threshold to the entries above `cut` so that `aim` of them exceed it, and select all above the
-    threshold. They do so if the entries above `cut` are more than `aim` and at most the fraction `most_tail` of those that are
-    not zero. Otherwise they select the k largest.
+    What is looked at are the entries from `begin` to `end`. RULE "nothing" selects nothing. "largest" selects the k largest
+    entries. "above" selects all above `floor`, "given" all above the number at `given`. "exponential" and "gpareto" fit a
+    threshold to the entries above `cut` so that `aim` of them exceed it, and select all above the threshold. They do so if the
+    entries above `cut` are more than `aim` and at most the fraction `most_tail` of those that are not zero. Otherwise they
+    select the k largest. "normal" selects all above a fit to all entries, times `scale`. Where sums are MEASURED, and at most
+    k entries are not zero, all of these are selected, whatever the rule.
     """
-    FITS: tl.constexpr = RULE != "nothing" and RULE != "largest" and RULE != "above"
     for start in range(0, HISTOGRAMS * HISTOGRAM, CHUNK):
         tl.store(histograms + start + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
-    count, largest, tail_count, total, squares, not_finite, candidates = add_up(partials, tiles, numbers, FITS, CHUNK)
+    count, largest, tail_count, total, squares, not_finite, candidates = add_up(
+        partials, tiles, numbers, MEASURED, CHUNK
+    )
     floor_bits = rounded_bits(floor)
     limit = floor_bits
     rank = tl.full((), k if RULE == "largest" else 0, tl.int64)
-    few = tl.full((), True, tl.int1)
+    few = tl.full((), False, tl.int1)
     usable = tl.full((), False, tl.int1)
-    if FITS:
-        wanted = tl.minimum(aim.to(tl.float64), count - 1.0)
+    if MEASURED:
         few = count <= k.to(tl.float64)
-        usable = (tail_count > wanted) & (tail_count <= count * most_tail)
-        threshold = _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE)
+        threshold = tl.full((), 0.0, tl.float64)
+        if RULE == "given":
+            usable = ~few
+            threshold = tl.load(given).to(tl.float64)
+        elif RULE == "normal":
+            usable = ~few
+            threshold = _normal(count, total, squares, scale)
+        elif RULE != "largest":
+            wanted = tl.minimum(aim.to(tl.float64), count - 1.0)
+            usable = (tail_count > wanted) & (tail_count <= count * most_tail)
+            threshold = _exceeded_by(wanted, tail_count, total, squares, cut, usable, RULE)
         # As `fits.below_largest`: the limit is at most the number just below the largest magnitude.
         below = tl.maximum(rounded_bits(largest) - 1, 0)
         # If few, there is room for everything that is not zero.
@@ -108,6 +138,8 @@ def fit(
     tl.store(words + FIT_SHORT, (short & ~bad).to(tl.int64))
     tl.store(words + FIT_RANK, tl.where(bad, 0, rank))
     tl.store(words + FIT_TRUSTED, (bad | few).to(tl.int64))
+    tl.store(words + BEGIN, begin)
+    tl.store(words + END, end)
     tl.store(numbers + ESTIMATED, (usable & ~few & ~bad).to(tl.float64))
     tl.store(numbers + FOUND, rank.to(tl.float64))
     tl.store(numbers + LOW, 0.0)

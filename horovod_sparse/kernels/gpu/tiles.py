@@ -72,7 +72,7 @@ def _store_two(partials, LOW: tl.constexpr, HIGH: tl.constexpr, tiles, tile, cou
     _store_sum(partials, HIGH, tiles, tile, both >> 16)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["count", "tiles", "begin", "end"])
 def accumulate(
     residual,
     velocity,
@@ -80,6 +80,8 @@ def accumulate(
     table,
     count: tl.int64,
     tiles: tl.int64,
+    begin: tl.int64,
+    end: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
     momentum: tl.float64,
@@ -98,7 +100,8 @@ def accumulate(
 
     `table` has the numbers of `count` tiles, then the addresses of their gradients, of type GRADIENT; 0 stands for no
     gradient. If ALIGNED, a thread may load RUN entries of all tiles and gradients at once. Entries of the gradient that are
-    not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
+    not finite add nothing. Sums that overflow stay at the largest number. Both are counted. Candidates are among the entries
+    from `begin` to `end`.
     """
     tile = tl.load(table + tl.program_id(0))
     address = tl.load(table + count + tl.program_id(0))
@@ -133,7 +136,7 @@ def accumulate(
         x = clip(x)
         tl.store(residual + start + lanes, x, inside)
 
-        magnitude = tl.abs(x)
+        magnitude = tl.where((start + lanes >= begin) & (start + lanes < end), tl.abs(x), 0.0)
         wanted = tl.where(run_peaks(magnitude, CHUNK) > bound, 1, 0)
         index = start.to(tl.int32) + first + tl.arange(0, CHUNK // _RUN) * _RUN
         listed = list_runs(listed, wanted, index, slots + tile * SLOTS, SLOTS)

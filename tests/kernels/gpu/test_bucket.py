@@ -32,10 +32,11 @@ def _worker(ops: TorchOps, compressor: Compressor, **where: Any) -> Worker:
 
 TRITON = Backend("torch-triton", TorchOps(), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _worker)
 DEFAULT = "sidco-exponential-robust"
-NAMES = ("topk", DEFAULT, "sidco-gpareto-robust", "sidco-one-stage", "threshold", "randomk", "randomblock-own")
+ESTIMATED = (DEFAULT, "sidco-gpareto-robust", "sidco-one-stage", "dgc", "dgc-momentum", "dgc-unmasked")
+"""What does not choose the same everywhere where an estimate is far off."""
+SAME = ("topk-union", "threshold", "redsync", "gaussiank", "micro", "micro-paper", "randomk", "randomblock-own")
+NAMES = ("topk", *ESTIMATED, *SAME)
 ROWS = [row for row in COMPRESSORS if row.name in NAMES]
-EXACT = [row for row in ROWS if row.name in ("threshold", "randomk", "randomblock-own")]
-"""What selects the same entries everywhere, beside TopK."""
 
 
 def test_the_rows_select_on_the_device() -> None:
@@ -43,7 +44,8 @@ def test_the_rows_select_on_the_device() -> None:
     for row in ROWS:
         _, bucket = laws.one_bucket(TRITON, row, 500, 0.1)
         assert bucket.device is not None
-    assert laws.one_bucket(TRITON, next(row for row in COMPRESSORS if row.name == "dgc"), 500, 0.1)[1].device is None
+    other = next(row for row in COMPRESSORS if row.name == "sidco-gamma-robust")
+    assert laws.one_bucket(TRITON, other, 500, 0.1)[1].device is None
 
 
 @pytest.mark.full
@@ -82,8 +84,8 @@ SHAPES = {"a": (12, 20), "b": (100,), "c": (77,)}
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*(("topk", options) for options in OPTIONS.values()), *((row.name, {}) for row in EXACT)],
-    ids=[*OPTIONS, *map(str, EXACT)],
+    [*(("topk", options) for options in OPTIONS.values()), *((name, {}) for name in SAME)],
+    ids=[*OPTIONS, *SAME],
 )
 def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
     """Two workers, several parameters, one of them without a gradient in a step, and one gradient that is not finite."""
@@ -98,6 +100,18 @@ def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
         steps[number][1]["b"][17] = np.inf
     case = Case(steps, 0.05, options, saved_after=4, rates=(0.1, 0.1, 0.1, 0.05, 0.05))
     assert_same(observe(TRITON, row, case), observe(BACKENDS[0], row, case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["micro", "micro-paper", "gaussiank"])
+def test_it_learns_what_numpy_learns(name: str) -> None:
+    """Over many steps, in which gradients become much larger, and then much smaller."""
+    rng, row = np.random.default_rng(2), next(row for row in ROWS if row.name == name)
+    steps: list[Any] = []
+    for scale in (1.0, 50.0, 0.01):
+        for _ in range(40):
+            steps.append([{"p": gradients("laplace", 200, rng) * np.float32(scale)} for _ in range(2)])
+    assert_same(observe(TRITON, row, Case(steps, 0.05)), observe(BACKENDS[0], row, Case(steps, 0.05)))
 
 
 @pytest.mark.full

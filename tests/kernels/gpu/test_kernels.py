@@ -19,21 +19,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from horovod_sparse.compressors import GaussianK, Threshold, TopK
+from horovod_sparse.compressors import DGC, GaussianK, RandomK, RedSync, Threshold, TopK, gaussiank
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.exchange.wire import DAMAGED, NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import MOST_SLOTS, DeviceBucket
+from horovod_sparse.kernels.gpu.message import union
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import NUMBERS, RUN
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Moving
-from horovod_sparse.torch import Union, device
+from horovod_sparse.ops.protocol import Moving, Selection
+from horovod_sparse.torch import device
 from horovod_sparse.torch.ops import TorchOps
 from tests.harness.process import python
 from tests.harness.table import gradients
@@ -49,6 +50,9 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "exponential": lambda ratio, **options: SIDCo(ratio, warmup=None, **options),
     "gpareto": lambda ratio, **options: SIDCo(ratio, distribution="gpareto", stages=3, warmup=None, **options),
     "one-stage": lambda ratio, **options: SIDCo(ratio, stages=1, warmup=None, **options),
+    "normal": lambda ratio, **options: GaussianK(ratio, warmup=None, **options),
+    "sample": lambda ratio, **options: DGC(ratio, warmup=None, **options),
+    "not-zero": lambda ratio, **options: RedSync(ratio, warmup=None, **options),
 }
 for_all = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
 
@@ -83,7 +87,9 @@ class Worker:
 
     def step(self, gradient: np.ndarray) -> Step:
         """One step, and what always holds."""
-        before, request = self.accumulate(gradient), self.rule.request(self.state, self.k)
+        before, request = self.accumulate(gradient), self.rule.request(self.state, self.k, self.capacity)
+        factor = getattr(self.state, "factor", 1.0)
+        self.bucket.decide()
         message = self.bucket.message().numpy()
         numbers = numbers_of(self.bucket)
         outcome = self.bucket.finish([*numbers.values()])
@@ -95,7 +101,7 @@ class Worker:
         restored = self.residual.numpy().copy()
         restored[indices] += values
         np.testing.assert_array_equal(restored, before, err_msg="sent + kept must be gradient + old residual")
-        return Step(before, indices, values, numbers, request)
+        return Step(before, indices, values, numbers, request, factor)
 
 
 class Step(NamedTuple):
@@ -104,6 +110,8 @@ class Step(NamedTuple):
     values: np.ndarray
     numbers: Mapping[str, float]
     request: Request
+    factor: float
+    """GaussianK's, before the step."""
 
 
 def assert_sums(got: Mapping[str, float], x: np.ndarray, cut: float, floor: float, not_finite: int) -> None:
@@ -128,7 +136,7 @@ class Measuring(Rule):
     def __init__(self, cut: float, floor: float) -> None:
         self.cut, self.least = cut, floor
 
-    def request(self, state: Any, k: int) -> Request:
+    def request(self, state: Any, k: int, capacity: int) -> Request:
         return Request("exponential", cut=self.cut)
 
     def floor(self, state: BucketState, limit: float) -> float:
@@ -163,6 +171,7 @@ def check_accumulate(
     np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
+    bucket.decide()
     bucket.message()
     numbers = numbers_of(bucket)
     assert [*bucket.finish([*numbers.values()]).not_finite] == ([3] if not_finite else [])
@@ -244,12 +253,30 @@ def test_fits(rows: list[tuple[float, float, float]]) -> None:
 # --- a bucket's step ---
 
 
+def exceeding(x: np.ndarray, threshold: float, capacity: int, found: float) -> Selection:
+    """What exceeds a threshold. Sums in another order move it by its last digits, beyond entries that are next to it."""
+    near = [ORACLE.select_above(x, threshold * (1 + by), capacity) for by in (-1e-12, 0.0, 1e-12)]
+    return min(near, key=lambda one: abs(one.found - found))
+
+
 def check_choice(worker: Worker, step: Step) -> None:
     """The entries that the oracle would have chosen."""
     x, k, capacity = step.before, worker.k, worker.capacity
     numbers, request = step.numbers, step.request
-    if request.rule == "largest":
+    if worker.rule.measures and np.count_nonzero(x) <= k:
+        chosen = ORACLE.select_above(x, 0.0, capacity)
+    elif request.rule == "largest":
         chosen = ORACLE.select_largest(x, k)
+    elif request.rule in ("normal", "given"):
+        sums = ORACLE.measure(x)
+        if request.sample is not None:
+            threshold = ORACLE.sampled_largest(x, *request.sample)
+        else:
+            threshold = gaussiank.fit(sums, k, len(x)) * step.factor
+        chosen = exceeding(x, fits.below_largest(sums.largest, threshold), capacity, numbers["found"])
+        assert numbers["found"] == chosen.found
+        if not request.trust[0] <= chosen.found <= request.trust[1]:
+            chosen = ORACLE.select_largest(x, k)
     elif request.rule == "above":
         chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
         assert numbers["found"] == chosen.found
@@ -257,23 +284,18 @@ def check_choice(worker: Worker, step: Step) -> None:
         sums, tail = ORACLE.measure(x), ORACLE.measure(x, request.cut)
         aim = min(request.aim, sums.count - 1)
         usable = aim < tail.count <= request.most_tail * sums.count
-        if sums.count <= k:
-            chosen = ORACLE.select_above(x, 0.0, capacity)
-        else:
-            assert bool(numbers["estimated"]) == usable
-            chosen = ORACLE.select_largest(x, k)
-            if usable:
-                # The number of stages is about the next cut alone.
-                fitted_to = request.cut, tail, sums.count, sums.largest, aim, 2
-                threshold = fits.below_largest(sums.largest, worker.compressor.last_stage(*fitted_to)[0])
-                # Sums in another order move the threshold by its last digits, beyond entries that are next to it.
-                near = [ORACLE.select_above(x, threshold * (1 + by), capacity) for by in (-1e-12, 0.0, 1e-12)]
-                fitted = min(near, key=lambda one: abs(one.found - numbers["found"]))
-                assert numbers["found"] == fitted.found
-                if request.trust[0] <= fitted.found <= request.trust[1]:
-                    chosen = fitted
-                    if fitted.found <= capacity:
-                        assert numbers["limit"] == pytest.approx(float(x.dtype.type(threshold)), rel=1e-6)
+        assert bool(numbers["estimated"]) == usable
+        chosen = ORACLE.select_largest(x, k)
+        if usable:
+            # The number of stages is about the next cut alone.
+            fitted_to = request.cut, tail, sums.count, sums.largest, aim, 2
+            threshold = fits.below_largest(sums.largest, worker.compressor.last_stage(*fitted_to)[0])
+            fitted = exceeding(x, threshold, capacity, numbers["found"])
+            assert numbers["found"] == fitted.found
+            if request.trust[0] <= fitted.found <= request.trust[1]:
+                chosen = fitted
+                if fitted.found <= capacity:
+                    assert numbers["limit"] == pytest.approx(float(x.dtype.type(threshold)), rel=1e-6)
     np.testing.assert_array_equal(step.indices, chosen.indices)
     np.testing.assert_array_equal(step.values, x[step.indices])
 
@@ -374,6 +396,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
     gradient[[7, 130]] = np.nan, -np.inf
     before = worker.accumulate(gradient)
+    worker.bucket.decide()
     message = worker.bucket.message()
     numbers = numbers_of(worker.bucket)
     assert worker.bucket.finish([*numbers.values()]) == Outcome(not_finite=[0, 100])
@@ -434,13 +457,39 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     assert all(one.any() for one in written[0])
 
 
+@given(messages=st.lists(st.sets(st.integers(0, 39), max_size=6), min_size=1, max_size=9))
+@settings(max_examples=settings.default.max_examples // 2)
+def test_a_union_is_found_as_on_the_host(messages: list[set[int]]) -> None:
+    rows = [[-2, 7, *sorted(indices), *[PADDING] * (6 - len(indices))] for indices in messages]
+    gathered = np.array(rows, np.int32).reshape(-1)
+    indices, number = union(torch.from_numpy(gathered), len(messages), 40)
+    expected = ORACLE.union(gathered, len(messages), 2, 40)
+    assert expected is not None
+    assert len(indices) == min(6 * len(messages), 40) and number.tolist() == [len(expected)]
+    np.testing.assert_array_equal(indices[: len(expected)].numpy(), expected)
+    assert (indices[len(expected) :] >= 40).all(), "what is no index"
+    for flawed in (40, -2):
+        gathered[-6] = flawed
+        assert union(torch.from_numpy(gathered), len(messages), 40)[1].tolist() == [DAMAGED]
+
+
+def test_what_is_no_index_takes_nothing() -> None:
+    worker = Worker(RandomK(0.5, warmup=None), [40, 30])
+    before = worker.accumulate(gradients("laplace", 70, np.random.default_rng(8)))
+    worker.bucket.decide()
+    message, values = worker.bucket.take_out(torch.tensor([3, 69, 70, 2**31 - 18]))
+    assert message[:, 0].tolist() == [3, 69, PADDING, PADDING]
+    assert values.tolist() == [before[3], before[69], 0.0, 0.0]
+    before[[3, 69]] = 0.0
+    np.testing.assert_array_equal(worker.residual.numpy(), before)
+
+
 # --- what it is for ---
 
 
 def test_what_does_not_select_on_the_device() -> None:
     for other in (
-        GaussianK(0.1, warmup=None),
-        TopK(0.1, exchange=Union(), warmup=None),
+        GaussianK(0.1, refine="paper", warmup=None),
         TopK(0.1, clip=1.0, warmup=None),
         SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),
@@ -460,7 +509,21 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "take", "check", "add_up"}
+    assert names == {
+        "accumulate",
+        "fit",
+        "sample",
+        "collect",
+        "count",
+        "histogram",
+        "write",
+        "take",
+        "check",
+        "add_up",
+        "level",
+        "join",
+        "part",
+    }
 
 
 @pytest.mark.full

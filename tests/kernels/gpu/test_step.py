@@ -60,8 +60,9 @@ class Launches(TorchDispatchMode):
         is_view = any(one.alias_info and not one.alias_info.is_write for one in function._schema.returns)
         result = function(*args, **(kwargs or {}))
         is_nothing = isinstance(result, torch.Tensor) and not result.numel()
-        if not is_view and not is_nothing and not self.is_paused and "empty" not in function.name():
-            self.counts[function.name()] += 1
+        name = function.name()
+        if not (is_view or is_nothing or self.is_paused or "empty" in name or "view" in name):
+            self.counts[name] += 1
         return result
 
 
@@ -136,11 +137,23 @@ def made(name: str) -> Compressor:
     return next(row for row in COMPRESSORS if row.name == name).make(0.05, min_numel=10)
 
 
-LAUNCHES = {"topk": 14, DEFAULT: 15, "threshold": 15, "randomk": 12, "randomblock": 12, "randomk-own": 7}
+LAUNCHES = {
+    "topk": 14,
+    DEFAULT: 15,
+    "threshold": 15,
+    "redsync": 14,
+    "gaussiank": 15,
+    "dgc": 17,
+    "randomk-own": 7,
+    "topk-packed": 20,
+    "randomk": 12,
+    "randomblock": 12,
+}
 """Of a bucket, by what selects on its device: one takes in the gradients, 9 or 10 select (4 of them for the digits of an exact
-search), or 2 take out what was drawn, 2 check what has arrived, one adds that up, and one copies what the host is told. Without
-indices the message is put together by 5, and taken apart by 2. The copies of two tables of addresses, and of indices that were
-drawn, come to them on a GPU."""
+search), 2 take a sample, or 2 take out what was drawn; 2 check what has arrived, one adds that up, and one copies what the host
+is told. Messages are packed by 3, and unpacked by 3. Without indices a message is put together by 5, and taken apart by 2. With
+the union of indices PyTorch's operations make both messages, merge the indices, and find what a worker proposes. The copies of
+two tables of addresses, and of indices that were drawn, come to them on a GPU."""
 DENSE_LAUNCHES = 10
 """Of a bucket in a dense step: gradients come in, NaN is looked for, the message is made, and the mean is written."""
 LAUNCHES_IN_ALL = 11
@@ -178,27 +191,19 @@ def block(width: int, inner: int) -> list[tuple[int, ...]]:
     ids=["124 M", "1.1 B"],
 )
 def test_a_large_model_takes_few_launches(shapes: list[tuple[int, ...]], most: int) -> None:
-    """By what a bucket takes, with the copies of its tables."""
+    """By what a bucket takes with SIDCo, with the copies of its tables."""
     parameters = [Parameter(f"p{n}", shape, "float32", "cuda:0", on_device=True) for n, shape in enumerate(shapes)]
-    buckets = planned(parameters, made("topk"), 8)
+    buckets = planned(parameters, made(DEFAULT), 8)
     assert not any(bucket.is_dense for bucket in buckets)
-    assert len(buckets) * (max(LAUNCHES.values()) + 2) + LAUNCHES_IN_ALL <= most
+    assert len(buckets) * (LAUNCHES[DEFAULT] + 2) + LAUNCHES_IN_ALL <= most
 
 
-WAITS = {
-    "topk-packed": 0,
-    "topk-union": 8,
-    "dgc": 8,
-    "micro": 6,
-    "redsync": 7,
-    "gaussiank": 9,
-}
-"""At most, of a bucket, beside the one wait of the step, where the host helps: with the gradients that are not finite, with
-thresholds, with the number of what a threshold has found."""
+MOST_WAITS = 7
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("name", ["sidco-gamma-robust", "gaussiank-paper"])
 def test_where_the_host_helps_it_waits_for_each_bucket(name: str) -> None:
+    """With the gradients that are not finite, with thresholds, with the number of what a threshold has found."""
     waits, _ = counted(made(name))
-    assert sum(waits.values()) <= 1 + BUCKETS * WAITS[name], waits
+    assert sum(waits.values()) <= 1 + BUCKETS * MOST_WAITS, waits
