@@ -4,7 +4,8 @@
     python benchmarks/gpu_step.py --on-cpu --width 64 --layers 1 --rounds 3            (tests the script, measures nothing)
 
 NCCL takes each process for a host of its own, so that what is exchanged goes through sockets of the loopback device. Prints one
-table; fails unless the replicas are the same, bit by bit, after the last step. Needs no Horovod.
+table; fails unless the replicas are the same, bit by bit, after the last step. Needs no Horovod. Compressors have the warm-up
+that they have by default, and take its end as loaded: their first steps would be dense.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -38,11 +39,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 from torch_charlm import CharLM
 
-from horovod_sparse.torch import MiCRO, Pairs, SIDCo, TopK, register
+from horovod_sparse.torch import DGC, GaussianK, MiCRO, Pairs, RandomBlock, SIDCo, TopK, register
 
 WORLD = 2
 SETTLING = 10
 """Rounds that are not timed: residuals grow, and Triton compiles."""
+WARMED_UP = 10**6
+"""A step in which every row's warm-up has ended."""
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+"""What calls of CUDA begin with that wait, or launch something."""
 LIMIT = timedelta(seconds=60)
 
 
@@ -82,7 +88,7 @@ def dense(hook: str, model: nn.Module, optimizer: Any) -> Made:
 
 
 def sparse(make: Callable[..., Any], model: nn.Module, optimizer: Any) -> Made:
-    wrapped, compression = DistributedDataParallel(model), make(warmup=None)
+    wrapped, compression = DistributedDataParallel(model), make()
     register(wrapped, compression, optimizer)
     return wrapped, optimizer, compression
 
@@ -98,6 +104,9 @@ ROWS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], Made]]] = {
     "TopK 0.01": (SGD, partial(sparse, partial(TopK, 0.01))),
     "TopK 0.01 packed": (SGD, partial(sparse, partial(TopK, 0.01, exchange=Pairs("packed")))),
     "MiCRO 0.01": (SGD, partial(sparse, partial(MiCRO, 0.01))),
+    "GaussianK 0.01": (SGD, partial(sparse, partial(GaussianK, 0.01))),
+    "DGC 0.01": (SGD, partial(sparse, partial(DGC, 0.01))),
+    "RandomBlock 0.01": (SGD, partial(sparse, partial(RandomBlock, 0.01))),
     "AdamW, dense fp32": (ADAMW, partial(dense, "")),
     "AdamW, SIDCo 0.01": (ADAMW, partial(sparse, partial(SIDCo, 0.01))),
 }
@@ -113,7 +122,15 @@ class Contender:
         self.name, self.module, self.device = name, module, device
         self.model, self.optimizer, self.compression = make(module, make_optimizer(module.parameters()))
         self.seconds: list[float] = []
-        self.waits = 0
+        self.waits = self.launches = 0
+
+    def end_warmup(self) -> None:
+        """Go on behind the warm-up, after a step."""
+        if self.compression is not None:
+            state = self.compression.state_dict()
+            for one in state["adaptive"].values():
+                one["step"] = WARMED_UP
+            self.compression.load_state_dict(state)
 
     def step(self, windows: torch.Tensor) -> None:
         """One training step, timed."""
@@ -134,15 +151,14 @@ class Contender:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def count_waits(self, windows: torch.Tensor) -> None:
-        """Count how often the host waits for the device in a step, as PyTorch sees it."""
+    def count(self, windows: torch.Tensor) -> None:
+        """Count how often the host waits for the device in a step, and what it launches, as CUDA sees it."""
         if self.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
+            with torch.profiler.profile() as seen:
                 self._train(windows)
-            torch.cuda.set_sync_debug_mode("default")
-            self.waits = sum("synchroniz" in str(one.message) for one in seen)
+            calls = Counter(one.name for one in seen.events())
+            self.waits = sum(number for name, number in calls.items() if name.startswith(WAITS))
+            self.launches = sum(number for name, number in calls.items() if name.startswith(LAUNCHES))
 
     def check(self) -> None:
         if self.name != "computation alone":
@@ -153,8 +169,9 @@ class Contender:
     def sent(self) -> str:
         if self.compression is None:
             return ""
-        mean = self.compression.stats().mean
-        return f"{mean.total.bytes_sent + mean.dense_bytes_sent:,.0f}"
+        # The first step was dense.
+        last = self.compression.stats().last
+        return f"{last.total.bytes_sent + last.dense_bytes_sent:,.0f}"
 
 
 def gathered(value: str, name: str) -> list[str]:
@@ -181,10 +198,12 @@ def race(options: argparse.Namespace, device: torch.device) -> None:
         windows = torch.randint(CHARACTERS, shape, generator=generator).to(device)
         for one in contenders:
             one.step(windows)
+            if number == 0:
+                one.end_warmup()
             if number < SETTLING:
                 one.seconds.clear()
     for one in contenders:
-        one.count_waits(windows)
+        one.count(windows)
         one.check()
     if dist.get_rank() == 0:
         numel = sum(parameter.numel() for parameter in contenders[0].module.parameters())
@@ -193,8 +212,10 @@ def race(options: argparse.Namespace, device: torch.device) -> None:
         rows = []
         for one in contenders:
             quartiles = statistics.quantiles(one.seconds, n=4, method="inclusive")
-            rows.append([one.name, *(f"{1e3 * part:.1f}" for part in quartiles), one.sent, str(one.waits)])
-        header = ("row", "quartile, ms", "median, ms", "quartile, ms", "bytes sent", "host waits")
+            rows.append(
+                [one.name, *(f"{1e3 * part:.1f}" for part in quartiles), one.sent, str(one.waits), str(one.launches)]
+            )
+        header = ("row", "quartile, ms", "median, ms", "quartile, ms", "bytes sent", "host waits", "launches")
         print(markdown.table(header, rows))
     dist.barrier()
 
