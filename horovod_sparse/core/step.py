@@ -11,7 +11,7 @@ from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
-from horovod_sparse.exchange.protocols import Asked, Collective, Reduced, Told
+from horovod_sparse.exchange.protocols import Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
 Wait = Callable[[], Array]
@@ -49,6 +49,8 @@ class Step:
         """Whether this rank gives the step up."""
         self.fails = False
         """Whether the step is known to fail: a gradient of some rank is not finite."""
+        self._asking: list[tuple[Sending, Told]] = []
+        """What is to be learned, for which buckets."""
         self._bad: list[str] = []
         """This rank's parameters beside the buckets whose gradients are not finite."""
 
@@ -99,28 +101,25 @@ class Step:
     def advance(self, results: Sequence[tuple[Sending, Array]]) -> list[tuple[Sending, Collective]]:
         """Continue with the results of buckets' collectives. Return the next collectives; a bucket that is ready has none.
 
-        What the host must learn of a device is read together.
+        What the host must learn of a device is read together, when no bucket has a collective to start.
         """
         following: list[tuple[Sending, Collective]] = []
-        asked: list[tuple[Sending, Asked | None]] = []
-        for sending, result in results:
-            asked.append((sending, sending.receive(result)))
-        while asked:
-            arrays: list[Array] = []
-            asking: list[tuple[Sending, Told]] = []
+        asked = [(sending, sending.receive(result)) for sending, result in results]
+        while True:
             for sending, one in asked:
                 if isinstance(one, Told):
-                    asking.append((sending, one))
-                    arrays += one.arrays
+                    self._asking.append((sending, one))
                 elif one is not None:
                     following.append((sending, one))
                 self.fails |= sending.fails
-            numbers, asked = self.feedback.ops.told(arrays) if arrays else [], []
+            if following or not self._asking:
+                return following
+            asking, self._asking, asked = self._asking, [], []
+            numbers = self.feedback.ops.told([array for _, told in asking for array in told.arrays])
             for sending, told in asking:
                 count = len(told.arrays)
                 asked.append((sending, sending.advance(numbers[:count])))
                 del numbers[:count]
-        return following
 
     def finish(self, write: Write, everyone: Everyone | None = None) -> None:
         """End the step, all of whose exchanges have ended, and write all reduced gradients.

@@ -148,6 +148,8 @@ LAUNCHES = {
     "topk-packed": 20,
     "randomk": 12,
     "randomblock": 12,
+    "topk-union": 44,
+    "micro": 50,
 }
 """Of a bucket, by what selects on its device: one takes in the gradients, 9 or 10 select (4 of them for the digits of an exact
 search), 2 take a sample, or 2 take out what was drawn; 2 check what has arrived, one adds that up, and one copies what the host
