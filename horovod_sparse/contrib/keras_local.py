@@ -56,8 +56,9 @@ class LocalUpdates(keras.callbacks.Callback):
     Raises:
         TypeError: `compression` is no such compressor, or a number is no int.
         ValueError: an argument is not in its range. In `fit`: the model or its optimizer does not go with local updates, or, on
-            all workers, they differ in settings or variables.
-        RuntimeError: in `fit`, on all workers: they are in different batches. They have the variables of the last exchange.
+            all workers, their settings differ.
+        RuntimeError: in `fit`, on all workers: they are in different batches, or begin with different variables. They have the
+            variables of the last exchange.
     """
 
     def __init__(
