@@ -542,3 +542,20 @@ def a_worker_that_catches_an_exception_is_named_with_keras_local_updates() -> No
     assert "in batch 3 of epoch 0" in message and "at the beginning of fit" in message, message
     train(model, local)
     same(model)
+
+
+@scenario(TF_2)
+def a_training_that_ended_between_two_exchanges_is_named_by_keras_local_updates() -> None:
+    """And the model, which still has the step of that training, gets another one."""
+    model, local = with_adam(), LocalUpdates(sparse(), every=4)
+
+    def fail(model: Any, batch: int) -> None:
+        if batch == 5:
+            raise StopError
+
+    raised(StopError, partial(train, model, local, range(8), After(batch=fail)))
+    message = raised(RuntimeError, partial(train, model, local, range(8)))
+    assert message.count("variables with checksum") == 2 and "1 exchanges made" in message, message
+    hvd.broadcast_variables(model.weights, root_rank=0)
+    train(model, local, range(8), After(batch=same_after(4)))
+    same(model)
