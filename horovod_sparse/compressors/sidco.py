@@ -108,7 +108,7 @@ class SIDCo(Compressor):
 
     def hints(self, state: BucketState, room: int) -> Hints:
         # With a cut, only the entries above it are fitted.
-        return super().hints(state, room)._replace(asks=EXTENT if state.cut < math.inf else SUMS)
+        return Hints(state.cut, room, EXTENT if state.cut < math.inf else SUMS)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)

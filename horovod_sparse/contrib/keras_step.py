@@ -56,12 +56,23 @@ class LocalStep:
 
     def put(self) -> None:
         """Let the model train by this step."""
-        self._model.train_step, self._model.train_function = self.train_step, lambda data: self.run(self._traced, data)
+        self._model.train_step, self._model.train_function = self.train_step, self._train
         self._forget()
 
     def take_away(self) -> None:
         """Let the model train by its own step."""
         self._model.train_step, self._model.train_function = self._own, self.stock
+
+    def _train(self, data: Any) -> Any:
+        """Take the place of the model's train function."""
+        if not self._meeting.place:
+            # This training has no callback. An exception has ended the one that had it.
+            self.take_away()
+            return self.stock(data)
+        try:
+            return self.run(self._traced, data)
+        finally:
+            self._meeting.place = ""
 
     @property
     def waits(self) -> bool:

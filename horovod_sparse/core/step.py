@@ -11,7 +11,7 @@ from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.intake import checked_rate
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.sending import DeviceSending, Sending
-from horovod_sparse.exchange.protocols import Collective, Reduced, Told
+from horovod_sparse.exchange.protocols import Asked, Collective, Reduced, Told
 from horovod_sparse.ops.protocol import Array
 
 Wait = Callable[[], Array]
@@ -104,7 +104,9 @@ class Step:
         What the host must learn of a device is read together, when no bucket has a collective to start.
         """
         following: list[tuple[Sending, Collective]] = []
-        asked = [(sending, sending.receive(result)) for sending, result in results]
+        asked: list[tuple[Sending, Asked | None]] = []
+        for sending, result in results:
+            asked.append((sending, sending.receive(result)))
         while True:
             for sending, one in asked:
                 if isinstance(one, Told):

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.kernels import ffi, pool
+from horovod_sparse.kernels import ffi
 from horovod_sparse.kernels.memory import TYPES, HostOps, Memory
 from horovod_sparse.ops.cached import Above, Cached, narrow
 from horovod_sparse.ops.protocol import EXTENT, SUMS, Array, Hints, Moving, Part, Selection, Sums
 
-_KEPT = 2**16
-"""Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
 _NO_ROOM: NDArray[Any] = np.empty(0, np.int32)
 
 
@@ -37,7 +35,7 @@ class TrackedMemory(Cached):
         super().__init__(ops, x)
         self._at = at
         self._values, self._indices = _NO_ROOM, _NO_ROOM
-        """Memory for entries above the cut, and for their indices."""
+        """This step's memory for entries above the cut, and for their indices."""
         self._notes: Any = None
         """The `hs_notes` of this step; None outside of a step."""
         self._seen = 0
@@ -52,10 +50,9 @@ class TrackedMemory(Cached):
 
     def begin(self, hints: Hints) -> None:
         room = min(hints.room, self._at.numel) if hints.cut < math.inf else 0
-        if room > len(self._values):
-            rounded = 1 << (room - 1).bit_length()
+        if room:
             # In one statement: a kernel must never write to memory of another size.
-            self._values, self._indices = pool.lend(rounded, TYPES[self._at.type]), pool.lend(rounded, "int32")
+            self._values, self._indices = np.empty(room, TYPES[self._at.type]), np.empty(room, np.int32)
         values, indices = ffi.from_buffer("void *", self._values), ffi.from_buffer("int32_t *", self._indices)
         nothing = (0, 0.0, 0.0, 0.0, 0.0)
         self._notes = ffi.new("hs_notes *", (hints.cut, room, indices, values, hints.asks, nothing, 0, 1, 1))
@@ -94,9 +91,7 @@ class TrackedMemory(Cached):
     def forget(self) -> None:
         self._notes = self.above = self._extent = self._sums = None
         self._parts = []
-        if len(self._values) > _KEPT:
-            # All buckets use the same memory, one after the other.
-            self._values, self._indices = _NO_ROOM, _NO_ROOM
+        self._values, self._indices = _NO_ROOM, _NO_ROOM
 
     # --- answers ---
 

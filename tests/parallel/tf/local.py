@@ -545,6 +545,26 @@ def a_worker_that_catches_an_exception_is_named_with_keras_local_updates() -> No
 
 
 @scenario(TF_2)
+def a_training_without_keras_local_updates_exchanges_nothing() -> None:
+    """Also if an exception has ended the one before, which had them: one worker trains alone, and waits for nobody."""
+    model, local = with_adam(), LocalUpdates(sparse())
+
+    def fail(model: Any, batch: int) -> None:
+        if batch == 2:
+            raise StopError
+
+    raised(StopError, partial(train, model, local, range(8), After(batch=fail)))
+    same(model)
+    if hvd.rank() == 0:
+        model.fit(*task(range(3)), batch_size=BATCH, verbose=0)
+        moved(model)
+    assert local.state_dict()["exchanges"] == 3
+    hvd.broadcast_variables(model.weights, root_rank=0)
+    train(model, local)
+    same(model)
+
+
+@scenario(TF_2)
 def a_training_that_ended_between_two_exchanges_is_named_by_keras_local_updates() -> None:
     """And the model, which still has the step of that training, gets another one."""
     model, local = with_adam(), LocalUpdates(sparse(), every=4)
