@@ -249,7 +249,8 @@ class DeviceBucket:
         capacity, request = self._capacity, self._request
         message = self._rows(capacity)
         with torch.cuda.device_of(self.buffer):
-            if request.rule != "largest":
+            # Where at most k entries are not zero, a rule that measures selects these without a search.
+            if request.rule != "largest" or self._now.measures:
                 self._count(-1, 0)
             self._search(request)
             self._count(len(_WIDTHS) - 1, _WIDTHS[-1])

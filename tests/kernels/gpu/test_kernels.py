@@ -336,6 +336,14 @@ def test_steps_whatever_the_gradient(make: Any, data: st.DataObject) -> None:
         check_choice(worker, worker.step(data.draw(npst.arrays(np.float32, size, elements=st.one_of(FEW, FINITE)))))
 
 
+@for_all
+@pytest.mark.parametrize("size", [1, 65])
+def test_what_there_is_room_for_is_sent_and_counted(make: Any, size: int) -> None:
+    worker = Worker(make(1.0), [size])
+    for _ in range(2):
+        check_choice(worker, worker.step(np.ones(size, np.float32)))
+
+
 def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
     worker = Worker(TopK(0.25, warmup=None), [128])
     assert worker.step(np.arange(1, 129, dtype=np.float32)).numbers["limit"] == 97.0

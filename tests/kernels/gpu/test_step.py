@@ -141,7 +141,7 @@ LAUNCHES = {
     "topk": 14,
     DEFAULT: 15,
     "threshold": 15,
-    "redsync": 14,
+    "redsync": 15,
     "gaussiank": 15,
     "dgc": 17,
     "randomk-own": 7,
