@@ -103,13 +103,17 @@ class LocalStep:
         self._count.assign_add(1.0)
         begun = [_number(one.iterations) for one in self._optimizers]
         parts = [_number(one.learning_rate) * one.weight_decay if one.weight_decay else 0.0 for one in self._optimizers]
+        operations = _operations()
         logs = self._own(data)
+        trained = _operations()[len(operations) :]
         check_variables(self._model, self.variables)
         for optimizer, before, part, decay in zip(self._optimizers, begun, parts, self._decays, strict=True):
             made = _number(optimizer.iterations) - before
             self._steps.assign_add(made)
             decay.assign_add(made * part)
-        self._if(self._count >= self._every, self.exchange)
+        # An assertion may fail in the batch, which is ordered before nothing: on some workers the exchange would have begun.
+        with tf.control_dependencies(trained):
+            self._if(self._count >= self._every, self.exchange)
         return logs
 
     def _if(self, condition: Tensor, function: Callable[[], None]) -> None:
@@ -191,6 +195,11 @@ def optimizers_of(model: Any) -> list[Any]:
     """Return those that step: of a `LossScaleOptimizer` the inner one, of a `MultiOptimizer` all."""
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return list(getattr(inner, "optimizers", [inner]))
+
+
+def _operations() -> list[Any]:
+    """Return what the graph that is being built has; nothing where there is none."""
+    return [] if tf.executing_eagerly() else list(tf.compat.v1.get_default_graph().get_operations())
 
 
 def check_variables(model: Any, before: list[Variable]) -> None:
