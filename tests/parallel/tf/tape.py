@@ -186,7 +186,8 @@ def what_waits_for_a_variable_without_gradient_waits_on(granularity: Any, withou
         after = compression.state_dict()["residuals"]
         assert kept["second"].any()
         for name, residual in kept.items():
-            assert np.array_equal(residual, after[name]) == (name in without), name
+            # Nothing waits of a variable that is reduced dense.
+            assert np.array_equal(residual, after[name]) == (name in without or not residual.any()), name
     # With the next gradient it goes on.
     got = reduce(compression, weights, gradients_of(4))
     left = compression.state_dict()["residuals"]["second"]
