@@ -164,8 +164,8 @@ def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     model = small_model()
     compression = make(granularity=BUCKET_BYTES, min_numel=1)
     optimizer = wrap(model, compression)
-    # A bucket's values start as soon as its indices are there; no result of values is waited for before the last has started.
-    rest = ["wait"] * 3 if compression.exchange == Pairs() else ["wait", "sum"] * 3 + ["wait"] * 3
+    # Values start when the indices of all buckets are there; no result of values is waited for before the last has started.
+    rest = ["wait"] * 3 if compression.exchange == Pairs() else ["wait"] * 3 + ["sum"] * 3 + ["wait"] * 3
     sent: list[list[tuple[str, tuple[int, ...]]]] = []
     with noted_calls() as events:
         next(model.parameters()).register_hook(lambda _: events.append(("first layer", "", ())))

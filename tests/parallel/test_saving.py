@@ -120,7 +120,7 @@ def test_another_number_of_workers_loses_nothing(tmp_path: Path) -> None:
     """From 2 to 4, to 2, to 1: each of the new workers has the mean of what the old ones had."""
     folder, steps = tmp_path / "saved", FEW
     (before,) = run("torch.save", folder, steps)
-    assert all(array.any() for one in before for name, array in one.items() if name.startswith("residuals/"))
+    assert all(any(array.any() for name, array in one.items() if name.startswith("residuals/")) for one in before)
     for ranks in (4, 2, 1):
         steps += 3
         after, trained = run("torch.save", folder, steps, ranks, moments=("begin", "end"))
