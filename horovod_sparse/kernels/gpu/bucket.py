@@ -94,8 +94,6 @@ class DeviceBucket:
             self._tiles_of[offset] = range(len(starts), len(starts) + len(tiles))
             starts.extend(tiles)
             offset += size
-        self._sizes = dict(zip(self._tiles_of, sizes, strict=True))
-        """The number of entries of each parameter, keyed alike."""
         self._tiles = len(starts)
         spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // MOST_SLOTS, 1))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from horovod_sparse.compressors import SIDCo
+from horovod_sparse.compressors import DGC, SIDCo
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
@@ -169,6 +169,12 @@ def test_the_host_waits_once_in_a_step_and_launches_the_same_number(name: str) -
         waits, launches = counted(made(name), world, parameters)
         assert sum(waits.values()) == 1, waits
         assert sum(launches.values()) == BUCKETS * LAUNCHES[name] + LAUNCHES_IN_ALL, launches
+
+
+def test_the_host_waits_once_with_momentum() -> None:
+    """Although the velocity becomes zero where entries are sent."""
+    waits, _ = counted(DGC(0.05, momentum=0.9, warmup=None, min_numel=10))
+    assert sum(waits.values()) == 1, waits
 
 
 def test_the_host_waits_once_in_a_dense_step_of_the_warm_up() -> None:
