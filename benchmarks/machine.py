@@ -11,10 +11,11 @@ from horovod_sparse.tools.check import cpu_info, instruction_sets
 
 
 def describe() -> str:
-    """The processor, its instruction sets, its cores, and the variant of the kernels that is used."""
+    """The processor, its instruction sets, its cores, the variant of the kernels that is used, and whether it asks ahead."""
     sets = ", ".join(instruction_sets()) or "instruction sets unknown"
     processor = cpu_info("model name") or platform.processor() or platform.machine()
-    return f"{processor} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"
+    asks = ", asking ahead" if kernels.available() and kernels.asks_ahead() else ""
+    return f"{processor} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}{asks}"
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -2,7 +2,8 @@
 
 There is a variant for every kind of processor; all give the same bits. HOROVOD_SPARSE_KERNELS names the variant to use, or is
 `auto` or 1 for the fastest one that this processor runs. If there was no compiler at installation, or with `off` or 0, there
-are no kernels, and the adapters use their framework's operations.
+are no kernels, and the adapters use their framework's operations. HOROVOD_SPARSE_PREFETCH says whether kernels ask the memory
+a page ahead for what they will need: `on`, `off`, or `auto`, where that saves time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ImportError:
 
 pool = BufferPool()
 """Lends the memory for messages, and for entries that are noted while gradients are taken in."""
-VARIABLE = "HOROVOD_SPARSE_KERNELS"
+VARIABLE, PREFETCH = "HOROVOD_SPARSE_KERNELS", "HOROVOD_SPARSE_PREFETCH"
 NAMES = ("avx512", "avx2", "baseline", "neon")
 """The names of all variants: three for x86-64, one for AArch64."""
 
@@ -43,9 +44,21 @@ def asked() -> str:
 
 
 def available() -> bool:
-    """Return whether the kernels were compiled and are not turned off. If so, switch to the variant that is asked for."""
+    """Return whether the kernels were compiled and are not turned off. If so, let them work as the variables say."""
     name = variant()
-    return name != "off" and bool(lib.hs_choose(name.encode()))
+    if name == "off":
+        return False
+    asks_ahead()
+    return bool(lib.hs_choose(name.encode()))
+
+
+def asks_ahead() -> bool:
+    """Let the kernels ask the memory ahead, or not, as HOROVOD_SPARSE_PREFETCH says. Return what was decided."""
+    said = os.environ.get(PREFETCH, "auto")
+    wanted = {"on": 1, "off": 0, "auto": -1, "": -1}.get(said)
+    if wanted is None:
+        raise ValueError(f"{PREFETCH} must be on, off or auto, got {said!r}")
+    return bool(lib.hs_ask_ahead(wanted))
 
 
 def variant() -> str:

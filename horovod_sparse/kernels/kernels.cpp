@@ -63,6 +63,7 @@ template <class T>
 void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int threads, hs_notes& notes) {
     const Form form = velocity != nullptr ? kMoving : rates.rate == 1 ? kPlain : kRated;
     const auto loop = loops<T>().accumulate[form][notes.wanted];
+    const bool asks = asks_ahead.load(std::memory_order_relaxed);
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
     const void* const given = reinterpret_cast<const void*>(gradient.address);
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -82,7 +83,7 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int
                 loops<T>().convert(given, gradient.type, i, count, converted);
             T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
             const uint32_t groups =
-                loop(residual + i, piece_of_velocity, piece, count, rates, collector.bound, totals);
+                loop(residual + i, piece_of_velocity, piece, count, asks, rates, collector.bound, totals);
             if (room > 0) collector.add(part, residual + i, i, count, groups);
         }
         totals.write(out);
@@ -302,6 +303,12 @@ int hs_choose(const char* name) {
         return 1;
     }
     return 0;
+}
+
+int hs_ask_ahead(int wanted) {
+    const bool asks = wanted < 0 ? helps_to_ask_ahead() : wanted != 0;
+    asks_ahead.store(asks);
+    return asks;
 }
 
 int hs_share_threads(void) {

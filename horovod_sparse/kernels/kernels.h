@@ -52,6 +52,9 @@ typedef struct {
 const char* hs_variant(int number);
 /* Makes all functions below use a variant. Changes nothing and returns 0 if no variant of this name runs here. */
 int hs_choose(const char* name);
+/* Says whether gradients are read a page ahead of where they are needed (1 or 0; -1: if that saves time on this processor).
+   Returns what was decided. Results have the same bits. */
+int hs_ask_ahead(int wanted);
 /* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
    spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
 int hs_share_threads(void);

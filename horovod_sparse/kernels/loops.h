@@ -207,7 +207,7 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 
 // Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
 template <class T, int kWanted, Form kForm>
-uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
+uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, bool asks, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
     constexpr bool kVelocity = kForm >= kMoving;
@@ -246,7 +246,7 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
     int64_t number = 0;
     for (; (number + 1) * kGroup <= count; ++number) {
         const int64_t i = number * kGroup;
-        for (int line = 0; line < kGroup; line += 64 / static_cast<int>(sizeof(T))) {
+        for (int line = 0; asks && line < kGroup; line += 64 / static_cast<int>(sizeof(T))) {
             ask_for_what_follows(residual + i + line);
             ask_for_what_follows(gradient + i + line);
             if (kVelocity) ask_for_what_follows(velocity + i + line);

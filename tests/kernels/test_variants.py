@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,25 @@ def sums_found(x: np.ndarray, threads: int) -> str:
             tracked.add([(0, x)], moving)
             noted.append(tracked.extent(residual))
     return repr([*noted, ops.measure(x), ops.measure(x, 0.7), ops.measure(np.abs(x) + 1, 0.5, with_log=True)])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_asking_the_memory_ahead_changes_no_bit(dtype: type[np.floating], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).laplace(size=2**18 + 77).astype(dtype)
+    found = set()
+    for said in ("on", "off"):
+        monkeypatch.setenv(kernels.PREFETCH, said)
+        assert kernels.available() and kernels.asks_ahead() == (said == "on")
+        found.add(sums_found(x, 1))
+    assert len(found) == 1
+
+
+def test_memory_is_asked_ahead_on_processors_of_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.PREFETCH, "auto")
+    assert kernels.asks_ahead() == ("GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    monkeypatch.setenv(kernels.PREFETCH, "yes")
+    with pytest.raises(ValueError, match="HOROVOD_SPARSE_PREFETCH must be on, off or auto, got 'yes'"):
+        kernels.available()
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 1023, 1025, 20_000, 3 * 2**18 + 4101])
