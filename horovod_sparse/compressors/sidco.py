@@ -113,13 +113,14 @@ class SIDCo(Compressor):
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
         state.stages = state.controller.stages
-        sums = ops.extent(x) if self._has_cut(state) else ops.measure(x)
+        has_cut = self.adapt == "robust" and state.stages > 1 and state.cut < math.inf
+        sums = ops.extent(x) if has_cut else ops.measure(x)
         if sums.count <= k:
             # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = min(max(1, round(state.aim * k)), sums.count - 1)
-        selection = self._estimate(ops, x, sums, aim, capacity, state)
+        selection = self._estimate(ops, x, sums, aim, capacity, state, has_cut=has_cut)
         if selection is not None:
             self.learn(state, k, len(x), aim, selection.found)
         if selection is None or (self.adapt == "robust" and not k / TRUSTED <= selection.found <= k * TRUSTED):
@@ -128,12 +129,11 @@ class SIDCo(Compressor):
             state.cut = self._sampled_cut(ops, x, sums, aim, state.stages)
         return selection
 
-    def _has_cut(self, state: SIDCoState) -> bool:
-        return self.adapt == "robust" and state.stages > 1 and state.cut < math.inf
-
-    def _estimate(self, ops: Ops, x: Array, sums: Sums, aim: int, capacity: int, state: SIDCoState) -> Selection | None:
+    def _estimate(
+        self, ops: Ops, x: Array, sums: Sums, aim: int, capacity: int, state: SIDCoState, *, has_cut: bool
+    ) -> Selection | None:
         """Select what exceeds a fitted threshold; None if too few or too many exceed the cut to fit one."""
-        if self._has_cut(state):
+        if has_cut:
             tail = ops.measure(x, state.cut)
             if not aim < tail.count <= MOST_TAIL * sums.count:
                 return None

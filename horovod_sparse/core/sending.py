@@ -18,7 +18,7 @@ from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.selector import Outcome, Selector
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Sent, Told
+from horovod_sparse.exchange.protocols import Asked, Collective, Entries, Exchanging, Messages, Sent, Told
 from horovod_sparse.exchange.received import disagreement
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection
 
@@ -200,9 +200,6 @@ class Sending:
         self._all_taken = True
         return self.buffer
 
-    def sent(self, count: int) -> None:
-        self.outcome = self.outcome._replace(sent=count)
-
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
 
@@ -230,8 +227,11 @@ class Sending:
         try:
             asked = self._run.send(answer)
         except StopIteration as end:
-            self.sent_by_all = end.value
-            self.fails = end.value is None
+            sent: Sent = end.value
+            self.sent_by_all, self.fails = sent, sent is None
+            if sent is not None:
+                count = sent.used[self.position] if isinstance(sent, Messages) else len(sent.values)
+                self.outcome = self.outcome._replace(sent=count)
             return None
         if isinstance(asked, Collective):
             self.rounds += 1

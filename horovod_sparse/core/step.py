@@ -117,7 +117,10 @@ class Step:
             if following or not self._asking:
                 return following
             asking, self._asking, asked = self._asking, [], []
-            numbers = self.feedback.ops.told([array for _, told in asking for array in told.arrays])
+            arrays: list[Array] = []
+            for _, told in asking:
+                arrays += told.arrays
+            numbers = self.feedback.ops.told(arrays)
             for sending, told in asking:
                 count = len(told.arrays)
                 asked.append((sending, sending.advance(numbers[:count])))

@@ -48,5 +48,4 @@ class Pairs(Exchange):
             raise damaged(bucket, f"message of worker {used.index(wire.DAMAGED)}", OUT_OF_ORDER)
         if wire.NOT_FINITE in used:
             return None
-        bucket.sent(used[bucket.position])
         return Messages(gathered, used)

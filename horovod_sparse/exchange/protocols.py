@@ -143,9 +143,6 @@ class Sender(Named, Protocol):
     def take_all_out(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
 
-    def sent(self, count: int) -> None:
-        """Record how many entries are sent."""
-
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
 

@@ -43,5 +43,4 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
         raise damaged(
             bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
         )
-    bucket.sent(len(values))
     return None if bad else Entries(indices, total[: len(values)])

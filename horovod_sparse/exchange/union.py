@@ -47,6 +47,5 @@ class Union(Exchange):
             raise disagreement(bucket)
         if count == wire.DAMAGED:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
-        bucket.sent(count)
         bucket.observe(count, proposed)
         return Entries(indices[:count], total[:count])

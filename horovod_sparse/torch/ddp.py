@@ -147,7 +147,7 @@ class DDPSource(TensorSource):
         try:
             if self.driver.feedback is None:
                 self._agree()
-            self.add_rest()
+                self.add_rest()
             self.driver.complete()
             self.driver.finish(self.write)
         except RuntimeError as raised:
