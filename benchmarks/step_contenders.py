@@ -145,9 +145,21 @@ def sharded(
     return made, stepper, compression
 
 
+def adamw(make: Contender, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
+    """AdamW in the optimizer's place."""
+    return make(model, torch.optim.AdamW(model.parameters(), 1e-4), settings)
+
+
+def local_updates(
+    make: Callable[..., Any], model: nn.Module, optimizer: Any, settings: Settings, *, every: int = 1
+) -> Made:
+    compression = make(warmup=None, **settings)
+    return model, hvd.LocalUpdates(optimizer, model, compression, every=every), compression
+
+
 ALONE, DENSE = "none: computation alone", "dense fp32"
-FSDP_ALONE = "FSDP: replicas alone"
-"""Hosts exchange nothing with each other."""
+FSDP_ALONE, ADAMW_ALONE = "FSDP: replicas alone", "AdamW: computation alone"
+"""Hosts, or workers, exchange nothing with each other."""
 Contender = Callable[[nn.Module, Any, Settings], Made]
 _EVERYWHERE = partial(sharded, dimensions=("replicate", "shard"))
 SPARSE: dict[str, Contender] = {
@@ -160,6 +172,14 @@ SPARSE: dict[str, Contender] = {
     "GaussianK 0.001": partial(sparse, partial(hvd.GaussianK, 0.001)),
     "MiCRO 0.01": partial(sparse, partial(hvd.MiCRO, 0.01)),
     "RandomBlock 0.01": partial(sparse, partial(hvd.RandomBlock, 0.01)),
+    "AdamW, gradients, SIDCo 0.01": partial(adamw, partial(sparse, partial(hvd.SIDCo, 0.01))),
+    "AdamW, LocalUpdates, SIDCo 0.01": partial(adamw, partial(local_updates, partial(hvd.SIDCo, 0.01))),
+    "AdamW, LocalUpdates, SIDCo 0.01 packed": partial(
+        adamw, partial(local_updates, partial(hvd.SIDCo, 0.01, exchange=hvd.Pairs("packed")))
+    ),
+    "AdamW, LocalUpdates, SIDCo 0.01, every 5": partial(
+        adamw, partial(local_updates, partial(hvd.SIDCo, 0.01), every=5)
+    ),
 }
 CONTENDERS: dict[str, Contender] = {
     ALONE: lambda model, optimizer, _: (model, optimizer, None),
@@ -172,5 +192,9 @@ CONTENDERS: dict[str, Contender] = {
     FSDP_ALONE: sharded,
     "FSDP fp32": _EVERYWHERE,
     "FSDP bfloat16": partial(_EVERYWHERE, reduce_dtype=torch.bfloat16),
+    ADAMW_ALONE: partial(adamw, lambda model, optimizer, _: (model, optimizer, None)),
+    "AdamW, DDP fp32": partial(adamw, partial(ddp, "")),
+    "AdamW, DDP fp16": partial(adamw, partial(ddp, "fp16")),
+    "AdamW, DDP PowerSGD rank 1": partial(adamw, partial(ddp, "PowerSGD 1")),
     **SPARSE,
 }

@@ -26,7 +26,7 @@ from typing import Any
 import machine
 import markdown
 import torch
-from step_contenders import ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task
+from step_contenders import ADAMW_ALONE, ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task
 from torch import nn
 from tqdm import tqdm
 
@@ -92,7 +92,9 @@ def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
     sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib} or {"": BUCKET_BYTES}
     for name, make in CONTENDERS.items():
         between_hosts = name.startswith("FSDP")
-        if name not in (ALONE, DENSE, *args.rows) or (between_hosts and hvd.size() == hvd.local_size()):
+        # Rows of AdamW are compared with its own computation.
+        wanted = {ALONE, DENSE, *args.rows} | {ADAMW_ALONE for row in args.rows if row.startswith("AdamW")}
+        if name not in wanted or (between_hosts and hvd.size() == hvd.local_size()):
             continue
         for suffix, granularity in sizes.items() if name in SPARSE else [("", BUCKET_BYTES)]:
             torch.manual_seed(0)
@@ -107,8 +109,10 @@ def check(contender: Contender) -> None:
     The steps before the timed ones do not count. In these, MiCRO sends up to twice as many, because the threshold that it needs
     becomes several times as large while residuals grow, and its controller follows that in small steps.
     """
-    if contender.name in (ALONE, FSDP_ALONE):
+    if contender.name in (ALONE, FSDP_ALONE, ADAMW_ALONE):
         return
+    if isinstance(contender.optimizer, hvd.LocalUpdates):
+        contender.optimizer.synchronize()
     parameters = {name: whole(parameter).numpy() for name, parameter in contender.model.named_parameters()}
     try:
         common.check_replicas(parameters, hvd.allgather_object)
@@ -135,10 +139,10 @@ def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
     rows = []
     for contender in contenders:
         low, middle, high = quartiles(contender.seconds)
-        sent = "" if contender.name == ALONE else "not counted"
+        sent = "" if contender.name in (ALONE, ADAMW_ALONE) else "not counted"
         if contender.compression is not None:
             sent = f"{common.measure_traffic(contender.compression, parameters, hvd).bytes_per_step:,.0f}"
-        beyond = middle - medians[ALONE]
+        beyond = middle - medians[ADAMW_ALONE if contender.name.startswith("AdamW") else ALONE]
         cells = [contender.name, sent, f"{middle:.1f} ({low:.1f}–{high:.1f})", f"{beyond:.1f}"]
         rows.append([*cells, f"{beyond / unit:.1f}", f"{medians[DENSE] / middle:.2f}"])
     return markdown.table([*header, "in units", "dense fp32's / it"], rows)
