@@ -6,7 +6,7 @@ Tested by tests/parallel/local_programs.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from horovod_sparse.contrib.lengths import ENTRIES, Lengths, sampled
 
 Groups = Sequence[Mapping[str, Any]]
 """The optimizer's groups of parameters."""
+_CACHED = 2**20
+"""Bytes of parameters that several operations follow each other on: a processor's caches hold as many, and where they began."""
 
 
 class Movement:
@@ -103,10 +105,20 @@ class Movement:
     def _give(self) -> None:
         _copy([*self._parts.values()], [self.start[part] for part in self._parts.values()])
 
-    def take_away(self, parts: list[Tensor]) -> None:
-        """Turn values into how far they are from the start."""
-        if parts:
-            torch._foreach_sub_(parts, [self.start[part] for part in parts])
+    def take_away(self, parts: list[Tensor], growth: float) -> None:
+        """Turn values into how far they are from the start, times `growth` but for their decay."""
+        starts = [self.start[part] for part in parts]
+        torch._foreach_sub_(parts, starts)
+        if growth == 1.0:
+            return
+        torch._foreach_mul_(parts, growth)
+        together: dict[float, list[int]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            together[self._decay[part]].append(number)
+        for decay, some in together.items():
+            if decay:
+                moved, begun = [parts[number] for number in some], [starts[number] for number in some]
+                torch._foreach_add_(moved, begun, alpha=(growth - 1.0) * decay)
 
     def add_to(self, parts: list[Tensor]) -> None:
         """Turn how far values are to be from the start into these values."""
@@ -125,23 +137,25 @@ class Movement:
         end = 0
         for part, where in self._positions.items():
             if len(where):
-                moved = part.take(where).double() + self._decay[part] * self.start[part].take(where).double()
+                start = self.start[part].take(where)
+                moved = (part.take(where) - start).double() + self._decay[part] * start.double()
                 entries[end : end + len(where)] = moved.to(device)
                 end += len(where)
         return torch.cat([entries, entries.square().sum().view(1)])
 
-    def grow(self, parts: list[Tensor], world: int) -> None:
-        """Multiply how far the optimizer has moved the parameters by s (`Lengths`), but for their decay."""
-        growth = self._lengths.factor(world)
-        if growth == 1.0 or not parts:
-            return
-        torch._foreach_mul_(parts, growth)
-        together: dict[float, list[Tensor]] = defaultdict(list)
-        for part in parts:
-            together[self._decay[part]].append(part)
-        for decay, some in together.items():
-            if decay:
-                torch._foreach_add_(some, [self.start[part] for part in some], alpha=(growth - 1.0) * decay)
+
+def in_turns(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield some parameters at a time: on the host as many as the caches hold, on a device, which launches less then, all."""
+    some: list[Tensor] = []
+    nbytes = 0
+    for part in parts:
+        some.append(part)
+        nbytes += part.nbytes if part.is_cpu else 0
+        if nbytes >= _CACHED:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -95,15 +95,12 @@ class Rounds:
                 self._check()
             except ValueError as error:
                 problem = problem or error
-            movement.take_away(parts)
             # Workers may train other parameters than before. Then they compare what they train.
             trained = [self._names[part] for part in parts]
             self._meeting.compares |= trained != self._trained
             sample = movement.sample(parts, self._device)
             found = self._meeting.meet(self._age, sample, problem, lambda: self._describe(parts))
-            movement.grow(parts, self._transport.world)
-            self._source.exchange({part: part.detach() for part in parts})
-            movement.add_to(parts)
+            self._source.exchange(movement, parts, self._lengths.factor(self._transport.world))
         except BaseException:
             movement.restore()
             self._meeting.compares = True

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_sparse.contrib.torch_movement import Movement, in_turns
 from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.state import empty_state, step_of
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.core.transport import Transport
+from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -49,26 +52,39 @@ class MovementSource(TensorSource):
             return max((bucket.state.step for bucket in self.driver.feedback.buckets), default=0)
         return step_of(self.driver.deferred or empty_state())
 
-    def exchange(self, movements: Mapping[Tensor, Tensor]) -> None:
-        """Replace the movements by their means over the workers, in their own memory."""
+    def exchange(self, movement: Movement, parts: Sequence[Tensor], growth: float) -> None:
+        """Move parameters from their start by the mean of what all workers send of how far they have moved, times `growth`."""
         # A rank that holds nothing of what is sharded learns from the others whether the step has failed.
-        if not movements and not self._shards:
+        if not parts and not self._shards:
             return
-        self.memory = dict(movements)
+        self.memory = {part: part.detach() for part in parts}
         try:
-            new = {one: name for one, name in self._given.items() if one in movements and one not in self.names}
+            new = {one: name for one, name in self._given.items() if one in self.memory and one not in self.names}
             if new or self.driver.feedback is None:
                 agree(self, new, later=self._given.values())
+            self.begin()
+            # Buckets are packed from the last parameter to the first.
+            for some in in_turns(reversed(parts)):
+                movement.take_away(some, growth)
+                for part in some:
+                    self.add(part)
             self.add_rest()
         except BaseException:
             # The other workers wait for what this one has not sent.
             self.driver.give_up()
             raise
+        moved = {*parts}
+
+        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
+            slot_of = {self.parameters[slot.name]: slot for slot in slots}
+            for some in in_turns(slot_of):
+                self.write([slot_of[one] for one in some], reduced)
+                movement.add_to([one for one in some if one in moved])
+
         try:
             fail_together(self.driver.complete(), self._shards)
-            absent = [one for one in self.names if one not in movements]
-            self.memory |= {one: torch.empty_like(one) for one in absent}
-            self.driver.finish(self.write)
+            self.memory |= {one: torch.empty_like(one) for one in self.names if one not in moved}
+            self.driver.finish(write)
         finally:
             self.driver.drop()
             self.memory = {}
