@@ -153,6 +153,9 @@ class NodeSource(TensorSource):
             self._complete(self.write)
             self._gather()
         except RuntimeError as error:
+            if self._used is not None:
+                # The end of DDP's step would wait for what the rank that gives it up has used.
+                raise
             raise_after_step(error, self.driver.feedback)
         except ValueError:
             if self._like:
