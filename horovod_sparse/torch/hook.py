@@ -79,8 +79,8 @@ def register(
     Raises:
         TypeError: `model` is neither in DDP nor sharded by `fully_shard`, `compression` is not a compressor of this module,
             `replicate` is neither mesh nor process group, `mesh` is no mesh, or a parameter has no memory of its own.
-        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer; `replicate` or `mesh` does not
-            fit the model; FSDP itself exchanges between replicas.
+        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer; `replicate` or `mesh` does
+            not fit the model; FSDP itself exchanges between replicas.
         RuntimeError: the model already has a hook.
     """
     check_kind(compression, TorchCompressor, "horovod_sparse.torch", stock=False)

@@ -3,43 +3,30 @@
 The ranks of a node add up each of DDP's buckets by a reduce-scatter, so that each has a part of every gradient. The ranks with
 the same part exchange it between nodes while backward goes on. At the end the ranks of a node gather what has come of it.
 
-All ranks start the collectives within a node in the order of DDP's buckets. DDP packs these anew after its first step, so in the
-first two steps, when a rank that raises could not know the buckets, they begin at the end of backward, if all ranks are there.
+All ranks start the collectives within a node in the order of DDP's buckets. DDP packs these anew after its first step. So in
+the first two, when a rank that raises could not know the buckets, they begin at the end of backward, if all ranks are there.
 
 Tested by tests/parallel/ddp/nodes.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from horovod_sparse.core.agreement import compare
-from horovod_sparse.core.step import Wait, Write, given_up_by
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.step import Write, given_up_by
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import Future, Used, check_bucket, raise_after_step
 from horovod_sparse.torch.meeting import fail_together
 from horovod_sparse.torch.mesh import Nodes
-from horovod_sparse.torch.parameters import check_real, description, wide
-from horovod_sparse.torch.rows import filled, part_like, spread, width
+from horovod_sparse.torch.parameters import check_real, description
+from horovod_sparse.torch.rows import part_like
 from horovod_sparse.torch.source import TensorSource, uncompiled
-
-
-class _Bucket(NamedTuple):
-    """A bucket of DDP in one step."""
-
-    buffer: Tensor
-    future: Future[Tensor]
-    """Tells DDP that it is reduced."""
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    """Views of the buffer."""
+from horovod_sparse.torch.within import Bucket, Within
 
 
 class NodeSource(TensorSource):
@@ -63,20 +50,16 @@ class NodeSource(TensorSource):
         finds_unused: bool,
         active: bool,
     ) -> None:
-        node = nodes.node
-        place = f"{node.position} of {node.world} in a node"
+        node, place = nodes.node, f"{nodes.node.position} of {nodes.node.world} in a node"
         super().__init__(compressor, nodes.replicas, active=active, optimizer=optimizer, place=place)
-        self._given, self._node, self._mesh, self.reduce = given, node, nodes.mesh, uncompiled(self._reduce)
+        self._given, self._mesh, self.reduce = given, nodes.mesh, uncompiled(self._reduce)
         self._parts = {one: part_like(one, node.position, node.world) for one in given}
         self._used = Used(given) if finds_unused and active else None
         """What has got a gradient on this rank in this step; None if all parameters have."""
+        self._within = Within(node, self._used)
         self._used_parts: set[Tensor] = set()
-        """The parts of what has got one on some rank of the node."""
-        self._buckets: list[_Bucket] = []
-        self._under_way: deque[tuple[_Bucket, Wait]] = deque()
-        """The buckets that the node adds up now."""
-        self._reduced: list[tuple[_Bucket, Tensor]] = []
-        """What has come of the others, this rank's part."""
+        """The parts of what some rank of the node has used."""
+        self._buckets: list[Bucket] = []
         self._like: list[Tensor] = []
         """Arrays as the node adds up for all buckets of a step, without memory; none as long as DDP may pack others."""
 
@@ -91,7 +74,7 @@ class NodeSource(TensorSource):
 
     def waiting(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor, float]]:
         raise ValueError(
-            f"mesh must be left out of register(model, compression, optimizer) to use compression.ahead(...), got {self._mesh}: "
+            f"mesh must be left out of register(model, compression, optimizer) for compression.ahead(...), got {self._mesh}: "
             "a rank knows what waits of its own part of each parameter, not of the parts of its node's other ranks"
         )
 
@@ -111,35 +94,22 @@ class NodeSource(TensorSource):
             self._used.now.update(self._used.note(parameters))
         if self._like:
             self.begin()
-        self._buckets.append(_Bucket(buffer, future, parameters, bucket.gradients()))
+        self._buckets.append(Bucket(buffer, future, parameters, bucket.gradients()))
         if self._like:
-            self._scatter(self._buckets[-1])
-            if len(self._under_way) > 1:
+            self._within.scatter(self._buckets[-1])
+            if len(self._within) > 1:
                 # The one before had the time that backward took for this one.
                 self._take()
         if bucket.is_last():
             self._finish()
         return future
 
-    def _scatter(self, bucket: _Bucket) -> Tensor:
-        """Let the node begin to add up a bucket, each rank its part. Return what this rank gives."""
-        used = None if self._used is None else [one in self._used.now for one in bucket.parameters]
-        # Sums of a half-precision type are rounded once, at the end.
-        rows = filled(bucket.gradients, used, self._node.world, wide(bucket.buffer))
-        self._under_way.append((bucket, self._node.scatter(rows)))
-        return rows
-
     def _take(self) -> None:
         """Wait until the node has added up a bucket, and add this rank's part of it to the step."""
-        bucket, wait = self._under_way.popleft()
-        sums = wait().div_(self._node.world)
-        parts = [self._parts[parameter] for parameter in bucket.parameters]
-        *starts, values = accumulate((width(one, self._node.world) for one in bucket.gradients), initial=0)
-        self.memory.update((part, sums[start : start + len(part)]) for part, start in zip(parts, starts, strict=True))
-        self._reduced.append((bucket, sums[:values]))
-        if self._used is not None:
-            self._used_parts.update(compress(parts, sums[values:].tolist()))
-        for part in parts:
+        taken = {self._parts[parameter]: reduced for parameter, reduced in self._within.take().items()}
+        self.memory.update(taken)
+        self._used_parts = {self._parts[parameter] for parameter in self._within.used}
+        for part in taken:
             self.add(part)
 
     def _finish(self) -> None:
@@ -148,10 +118,10 @@ class NodeSource(TensorSource):
         try:
             if not self._like:
                 self._begin_late()
-            while self._under_way:
+            while len(self._within):
                 self._take()
             self._complete(self.write)
-            self._gather()
+            self._within.gather()
         except RuntimeError as error:
             if self._used is not None:
                 # The end of DDP's step would wait for what the rank that gives it up has used.
@@ -176,7 +146,7 @@ class NodeSource(TensorSource):
         if self.driver.feedback is None:
             self._agree()
         self.begin()
-        self._like = [part_like(self._scatter(one), 0, 1) for one in self._buckets]
+        self._like = [self._within.scatter(one) for one in self._buckets]
 
     def _meet(self, *, given_up: bool = False) -> None:
         """Wait for all ranks, and tell them whether this one gives the step up. Raise RuntimeError if only others do."""
@@ -196,7 +166,7 @@ class NodeSource(TensorSource):
 
     def _complete(self, write: Write) -> None:
         """Wait for all exchanges, and end the step. If it fails for one part of a gradient, it does for all."""
-        step, node = self.driver.step, [self._node]
+        step, node = self.driver.step, [self._within.node]
         assert step is not None
         try:
             self.driver.complete()
@@ -210,14 +180,6 @@ class NodeSource(TensorSource):
         fail_together(step, node)
         self.driver.finish(write)
 
-    def _gather(self) -> None:
-        """Let each rank of the node have what the others have of all gradients, in DDP's memory."""
-        started = [
-            (one, self._node.start(Collective("allgather", sums.to(one.buffer.dtype)))) for one, sums in self._reduced
-        ]
-        for one, wait in started:
-            spread(wait(), one.gradients, self._node.world)
-
     def settle(self, call: str) -> None:
         super().settle(call)
         if self._buckets:
@@ -225,12 +187,7 @@ class NodeSource(TensorSource):
 
     def give_up(self) -> None:
         if self._like:
-            left = self._like[len(self._buckets) :]
-            waits = [wait for _, wait in self._under_way] + [
-                self._node.scatter(one.new_zeros(len(one))) for one in left
-            ]
-            for wait in waits:
-                wait()
+            self._within.give_up(self._like[len(self._buckets) :])
             if self.driver.spoil():
                 self._complete(lambda *_: None)
         else:
@@ -238,8 +195,7 @@ class NodeSource(TensorSource):
         self._forget()
 
     def _forget(self) -> None:
-        self.memory, self._buckets, self._reduced = {}, [], []
-        self._under_way.clear()
-        self._used_parts.clear()
+        self.memory, self._buckets, self._used_parts = {}, [], set()
+        self._within.forget()
         if self._used is not None:
             self._used.now.clear()
