@@ -117,8 +117,11 @@ def parts_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
             {name: np.mean([one[name] for one in given[first : first + ranks]], axis=0, dtype=np.float64) for name in SHAPES}
             for first in range(0, hvd.size(), ranks)
         ]  # fmt: skip
-        local = [{name: part(one[name].astype(np.float32), nodes) for name in parts} for one in means]
-        expected = {**oracle.reduce(local), "few": part(np.mean([one["few"] for one in given], axis=0), nodes)}
+        local = [{name: part(np.asarray(one[name], np.float32), nodes) for name in parts} for one in means]
+        expected = {
+            **oracle.reduce(local),
+            "few": part(np.array(np.mean([one["few"] for one in given], axis=0)), nodes),
+        }
         tolerance = 0.0 if ranks == 2 else 1e-6
         for name in SHAPES:
             found = part(reduced[name], nodes)
