@@ -63,7 +63,7 @@ def register(
         register(model, SIDCo(ratio=0.001), replicate=mesh["replicate"])
 
         model = DistributedDataParallel(model)
-        register(model, SIDCo(ratio=0.001), mesh=init_device_mesh("cuda", (nodes, workers), mesh_dim_names=("node", "worker")))
+        register(model, SIDCo(ratio=0.001), mesh=init_device_mesh("cuda", (nodes, workers)))
 
     With DDP the ranks are those of its process group, and gradients are exchanged while backward goes on. With
     `fully_shard` they are those of `replicate`, and gradients are exchanged at the end of backward. With `mesh` the ranks of a
