@@ -86,7 +86,6 @@ class NodeSource(TensorSource):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if bucket.index() == 0 and self._buckets:
-            # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
             self.give_up()
         check_bucket(bucket, self._given, self.compressor)
         if self._used is not None and not self._used.noted.issuperset(parameters):
@@ -113,7 +112,6 @@ class NodeSource(TensorSource):
             self.add(part)
 
     def _finish(self) -> None:
-        """End the step."""
         buckets, is_first = self._buckets, self.driver.feedback is None
         try:
             if not self._like:
