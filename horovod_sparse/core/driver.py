@@ -112,18 +112,23 @@ class Driver(Store):
 
     def give_up(self) -> None:
         """Give up the step that has begun. Tell the other ranks, which wait for this one's part of it, and wait for theirs."""
+        if self.spoil():
+            self.complete()
+            self.finish(lambda *_: None)
+
+    def spoil(self) -> bool:
+        """Start what this rank has not started of the step that has begun, so that it fails. Return whether there is one."""
         step, feedback = self.step, self.feedback
         if step is None or feedback is None or feedback.is_broken:
             self.drop()
-            return
+            return False
         buckets = {bucket.name: bucket for bucket in feedback.buckets}
         # A process group, and MPI, match collectives by their order.
         for name in dict.fromkeys([*self._order, *buckets]):
             if name not in self._waits:
                 sending = step.spoil(buckets[name])
                 self._waits[name] = self._start(sending, sending.begin())
-        self.complete()
-        self.finish(lambda *_: None)
+        return True
 
     def extend(
         self, parameters: Sequence[Parameter], like: Mapping[str, Array], advice: str = "", later: Collection[str] = ()

@@ -22,6 +22,14 @@ Everyone = Callable[[Any], list[Any]]
 """Returns every worker's value."""
 
 
+def given_up_by(other: int, rank: int) -> RuntimeError:
+    """Return what a rank raises when another one has given the step up."""
+    return RuntimeError(
+        f"rank {rank}: rank {other} has given up this step after an exception, so this rank gives it up too; see what the "
+        "other rank reports. Nothing of the step is left on any rank, and all ranks may go on"
+    )
+
+
 class Step:
     """One step of a worker. At its end it commits or brings back all that it has changed.
 
@@ -158,10 +166,7 @@ class Step:
         gone = [one["rank"] for one in told if one["given up"]]
         if gone and not self.given_up:
             self.abandon()
-            raise RuntimeError(
-                f"rank {feedback.rank}: rank {gone[0]} has given up this step after an exception, so this rank gives it up "
-                "too; see what the other rank reports. Nothing of the step is left on any rank, and all ranks may go on"
-            )
+            raise given_up_by(gone[0], feedback.rank)
         if not feedback.warned_not_finite and not gone:
             feedback.warned_not_finite = True
             bad = [f"{name!r} on rank {one['rank']}" for one in told for name in one["bad"]]

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from horovod_sparse.core.agreement import check_momentum
 from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.meeting import agree
@@ -50,6 +51,60 @@ def check_fit(
         )
 
 
+class Used:
+    """The parameters that have got a gradient in this step, noted as these come as long as this object lives."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.now: set[Tensor] = set()
+        self.noted: set[Tensor] = set()
+        """The parameters whose gradients are noted."""
+        self.note(parameters)
+
+    def note(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Note from now on which parameters get gradients. Return those that are new."""
+        # PyTorch takes hooks of parameters that are trained only.
+        new = [one for one in parameters if one.requires_grad and one not in self.noted]
+        for parameter in new:
+            hook: Any = parameter.register_post_accumulate_grad_hook(self.now.add)  # type: ignore[no-untyped-call]
+            finalize(self, hook.remove)
+        self.noted.update(new)
+        return new
+
+
+def check_bucket(bucket: Any, given: Mapping[Tensor, str], compressor: TorchCompressor) -> None:
+    """Raise ValueError for a bucket that cannot be reduced. `given` are the parameters of the model, if they are known."""
+    if given and any(parameter not in given for parameter in bucket.parameters()):
+        raise of_another_model(compressor)
+    if bucket.buffer().is_sparse:
+        # DDP reduces sparse gradients alone, in a bucket each.
+        names = [given.get(parameter, "(without a name)") for parameter in bucket.parameters()]
+        raise ValueError(
+            f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
+            "embedding with sparse=False"
+        )
+
+
+def of_another_model(compressor: TorchCompressor) -> ValueError:
+    """Return what is raised where a compressor gets a bucket of a model that it does not serve."""
+    return ValueError(
+        f"compression must serve one model, but {compressor!r} is the hook of another one, too; give each model a "
+        "compressor of its own"
+    )
+
+
+def raise_after_step(error: RuntimeError, feedback: Feedback | None) -> None:
+    """Let backward raise what all ranks raise when DDP has ended its own step: before, training could not go on."""
+    if feedback is None or feedback.is_broken or torch._C._current_graph_task_id() == _NO_BACKWARD:
+        raise error
+
+    def end() -> None:
+        raise error
+
+    # DDP ends its step in a callback that comes between these two.
+    engine = Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(end))
+
+
 class DDPSource(TensorSource):
     """The gradients of one model in `DistributedDataParallel`.
 
@@ -74,26 +129,11 @@ class DDPSource(TensorSource):
         self._given, self.reduce = given, uncompiled(self._reduce)
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
         """DDP's buckets in this step, and what tells DDP that each is reduced."""
-        self._used: set[Tensor] | None = set() if finds_unused and self.active else None
-        """The parameters that have got a gradient in this step; None if all have."""
-        self._noted: set[Tensor] = set()
-        """The parameters whose gradients are noted as they come."""
-        if self._used is not None:
-            self._note(given)
-
-    def _note(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Note from now on which parameters get gradients, as long as this object lives. Return those that are new."""
-        assert self._used is not None
-        # PyTorch takes hooks of parameters that are trained only.
-        new = [one for one in parameters if one.requires_grad and one not in self._noted]
-        for parameter in new:
-            hook: Any = parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
-            finalize(self, hook.remove)
-        self._noted.update(new)
-        return new
+        self._used = Used(given) if finds_unused and self.active else None
+        """What has got a gradient in this step; None if all parameters have."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self.memory[parameter] if self._used is None or parameter in self._used else None
+        return self.memory[parameter] if self._used is None or parameter in self._used.now else None
 
     @torch.no_grad()
     def _reduce(self, bucket: Any) -> Future[Tensor]:
@@ -107,42 +147,24 @@ class DDPSource(TensorSource):
             # The last bucket of a backward pass ends the step, so one that has begun was interrupted.
             self.give_up()
         if self.driver.feedback is None:
-            self._check(bucket)
-        if self._used is not None and not self._noted.issuperset(parameters):
+            check_bucket(bucket, self._given, self.compressor)
+        if self._used is not None and not self._used.noted.issuperset(parameters):
             # Here the bare hook meets its parameters, and others those that are trained only now: these have gradients.
-            self._used.update(self._note(parameters))
+            self._used.now.update(self._used.note(parameters))
         self.memory.update(zip(parameters, bucket.gradients(), strict=True))
         self._promised.append((buffer, future))
         if self.driver.feedback is not None:
             self.begin()
             for parameter in parameters:
                 if parameter not in self.names:
-                    raise self._of_another_model()
+                    raise of_another_model(self.compressor)
                 self.add(parameter)
         if bucket.is_last():
             self._finish()
         return future
 
-    def _check(self, bucket: Any) -> None:
-        """Raise ValueError for a bucket of the first step that cannot be reduced."""
-        if self._given and any(parameter not in self._given for parameter in bucket.parameters()):
-            raise self._of_another_model()
-        if bucket.buffer().is_sparse:
-            # DDP reduces sparse gradients alone, in a bucket each.
-            names = [self._given.get(parameter, "(without a name)") for parameter in bucket.parameters()]
-            raise ValueError(
-                f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
-                "embedding with sparse=False"
-            )
-
-    def _of_another_model(self) -> ValueError:
-        return ValueError(
-            f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
-            "compressor of its own"
-        )
-
     def _finish(self) -> None:
-        """End the step. What all ranks raise comes when DDP has ended its own step: before, training could not go on."""
+        """End the step."""
         promised = self._promised
         try:
             if self.driver.feedback is None:
@@ -150,17 +172,8 @@ class DDPSource(TensorSource):
                 self.add_rest()
             self.driver.complete()
             self.driver.finish(self.write)
-        except RuntimeError as raised:
-            error, feedback = raised, self.driver.feedback
-            if feedback is None or feedback.is_broken or torch._C._current_graph_task_id() == _NO_BACKWARD:
-                raise
-
-            def end() -> None:
-                raise error
-
-            # DDP ends its step in a callback that comes between these two.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(end))
+        except RuntimeError as error:
+            raise_after_step(error, self.driver.feedback)
         finally:
             if self.driver.step is not None:
                 self.driver.drop()
@@ -178,7 +191,7 @@ class DDPSource(TensorSource):
     def _forget(self) -> None:
         self.memory, self._promised = {}, []
         if self._used is not None:
-            self._used.clear()
+            self._used.now.clear()
 
     def give_up(self) -> None:
         super().give_up()

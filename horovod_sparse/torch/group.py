@@ -19,8 +19,9 @@ from torch import Tensor
 from horovod_sparse.core.step import Wait
 from horovod_sparse.exchange.protocols import Collective, Named
 
-# PyTorch has renamed it.
+# PyTorch has renamed them.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 class Group:
@@ -54,6 +55,17 @@ class Group:
         else:
             result = message
             work = dist.all_reduce(message, **where)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
+
+    def scatter(self, message: Tensor) -> Wait:
+        """Start to add up flat arrays, and return what waits for this rank's part of the sum: there is one for each rank."""
+        result = message.new_empty(len(message) // self.world)
+        work = _reduce_scatter(result, message, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()

@@ -9,10 +9,12 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.binding import check_kind
+from horovod_sparse.core.binding import check_kind, compresses
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import DDPSource, check_fit
 from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.mesh import nodes_of
+from horovod_sparse.torch.nodes import NodeSource
 from horovod_sparse.torch.parameters import check_memory
 
 
@@ -36,7 +38,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         RuntimeError: on every other rank, after the step, if one has given the step up after an exception.
     """
     source = state.source if isinstance(state, TorchCompressor) else None
-    if not (isinstance(source, DDPSource) and isinstance(bucket, GradBucket)):
+    if not (isinstance(source, (DDPSource, NodeSource)) and isinstance(bucket, GradBucket)):
         check_kind(state, TorchCompressor, "horovod_sparse.torch", stock=False)
         _check_bucket(bucket)
         check_fit(state, None, {})
@@ -50,6 +52,7 @@ def register(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     replicate: Any = None,
+    mesh: Any = None,
 ) -> None:
     """Let `compression` reduce the gradients of a model, by the names of its parameters.
 
@@ -59,20 +62,25 @@ def register(
         fully_shard(model, mesh=mesh["shard"])
         register(model, SIDCo(ratio=0.001), replicate=mesh["replicate"])
 
+        model = DistributedDataParallel(model)
+        register(model, SIDCo(ratio=0.001), mesh=init_device_mesh("cuda", (nodes, workers)))
+
     With DDP the ranks are those of its process group, and gradients are exchanged while backward goes on. With
-    `fully_shard` they are those of `replicate`, and gradients are exchanged at the end of backward.
+    `fully_shard` they are those of `replicate`, and gradients are exchanged at the end of backward. With `mesh` the ranks of a
+    node average gradients dense, and each exchanges a part of them with one rank of every other node.
 
     Args:
         model: whose gradients are reduced. Call this on every rank, before the first step.
         compression: a compressor of this module; each model needs its own.
         optimizer: the model's, which is never changed. `lr_in_residual` and `ahead` take the learning rate from it.
         replicate: with `fully_shard`, the mesh of one dimension, or the process group, of the ranks with the same shard.
+        mesh: with DDP, the mesh of two dimensions of its ranks: nodes, and the workers of a node.
 
     Raises:
         TypeError: `model` is neither in DDP nor sharded by `fully_shard`, `compression` is not a compressor of this module,
-            `replicate` is neither mesh nor process group, or a parameter has no memory of its own.
-        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer; `replicate` does not fit
-            the model; FSDP itself exchanges between replicas.
+            `replicate` is neither mesh nor process group, `mesh` is no mesh, or a parameter has no memory of its own.
+        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer; `replicate` or `mesh` does
+            not fit the model; FSDP itself exchanges between replicas.
         RuntimeError: the model already has a hook.
     """
     check_kind(compression, TorchCompressor, "horovod_sparse.torch", stock=False)
@@ -80,6 +88,11 @@ def register(
         # It takes a second to import.
         from horovod_sparse.torch.fsdp import register_sharded
 
+        if mesh is not None:
+            raise ValueError(
+                f"mesh must be left out unless the model is in DistributedDataParallel, got {mesh} for {type(model)}; with "
+                "fully_shard give the mesh of the replicas, replicate=mesh['replicate']"
+            )
         register_sharded(model, compression, optimizer, replicate)
         return
     if replicate is not None:
@@ -89,7 +102,22 @@ def register(
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     check_fit(compression, optimizer, names)
     check_memory(names)
-    group = Group(model.process_group, next(iter(names)).device)
+    device = next(iter(names)).device
+    finds_unused = model.find_unused_parameters and not model.static_graph
+    nodes = None if mesh is None else nodes_of(mesh, model.process_group, device)
+    if nodes is None or nodes.node.world == 1:
+        group = Group(model.process_group, device)
+        _take_hook(model, compression)
+        DDPSource(compression, group, names, optimizer, finds_unused=finds_unused)
+        return
+    active = compresses(nodes.replicas.world)
+    if active:
+        # DDP alone does all that is to be done in one node.
+        _take_hook(model, compression)
+    NodeSource(compression, nodes, names, optimizer, finds_unused=finds_unused, active=active)
+
+
+def _take_hook(model: DistributedDataParallel, compression: TorchCompressor) -> None:
     try:
         model.register_comm_hook(compression, comm_hook)
     except RuntimeError as error:
@@ -97,8 +125,6 @@ def register(
             "model must have no communication hook yet, and DistributedDataParallel takes only one; call register once for "
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
-    finds_unused = model.find_unused_parameters and not model.static_graph
-    DDPSource(compression, group, names, optimizer, finds_unused=finds_unused)
 
 
 def _check_bucket(bucket: object) -> None:

@@ -34,7 +34,7 @@ MODULES = {
     ),
     "tensorflow": "tf.tape tf.keras3 tf.local tf.local_programs tf.programs tf.states tf.scaling tf.parameters",
     "ddp": (
-        "ddp.hook momentum local local_programs ddp.sharded ddp.local_sharded ahead scaling compiled "
+        "ddp.hook momentum local local_programs ddp.sharded ddp.local_sharded ddp.nodes ahead scaling compiled "
         "programs.laws programs.conservation"
     ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ def _differences(mine: nn.Module, reference: nn.Module) -> Iterator[str]:
             yield f"{name} differs by {largest:.2g} of {float(expected[name].abs().max()):.2g}"
 
 
-def _collect(ways: list[Way], problems_of: Callable[[Way], list[str]]) -> None:
+def _collect(ways: Sequence[Way], problems_of: Callable[[Way], list[str]]) -> None:
     """Run in each way, and say of all of them what was wrong on any rank."""
     found = []
     for way in ways:
@@ -53,12 +53,12 @@ def _collect(ways: list[Way], problems_of: Callable[[Way], list[str]]) -> None:
     assert not found, "\n".join(found)
 
 
-def ratio_one_is_dense(one: Program) -> None:
+def ratio_one_is_dense(one: Program, ways: Sequence[Way] = ALL) -> None:
     reference = one.run(one.reference)
-    _collect(ALL, lambda way: [*_differences(one.run(way), reference)])
+    _collect(ways, lambda way: [*_differences(one.run(way), reference)])
 
 
-def replicas_are_equal(one: Program) -> None:
+def replicas_are_equal(one: Program, ways: Sequence[Way] = FEW) -> None:
     def problems(way: Way) -> list[str]:
         tensors = _tensors(one.run(way), shared=True)
         # One NaN is as good as another.
@@ -68,7 +68,7 @@ def replicas_are_equal(one: Program) -> None:
             here.append("not finite" if one.finite else "finite")
         return here
 
-    _collect(FEW, problems)
+    _collect(ways, problems)
 
 
 def _mark(law: Any) -> None:
