@@ -92,9 +92,13 @@ def of_another_model(compressor: TorchCompressor) -> ValueError:
     )
 
 
-def raise_after_step(error: RuntimeError, feedback: Feedback | None) -> None:
-    """Let backward raise what all ranks raise when DDP has ended its own step: before, training could not go on."""
-    if feedback is None or feedback.is_broken or torch._C._current_graph_task_id() == _NO_BACKWARD:
+def raise_after_step(error: RuntimeError, feedback: Feedback | None, used: Used | None) -> None:
+    """Let backward raise what all ranks raise when DDP has ended its own step: before, training could not go on.
+
+    Where DDP finds unused parameters, its end would wait for what a rank that has given the step up has used: raise now.
+    """
+    is_compiled = torch._C._current_graph_task_id() == _NO_BACKWARD
+    if used is not None or feedback is None or feedback.is_broken or is_compiled:
         raise error
 
     def end() -> None:
@@ -173,7 +177,7 @@ class DDPSource(TensorSource):
             self.driver.complete()
             self.driver.finish(self.write)
         except RuntimeError as error:
-            raise_after_step(error, self.driver.feedback)
+            raise_after_step(error, self.driver.feedback, self._used)
         finally:
             if self.driver.step is not None:
                 self.driver.drop()

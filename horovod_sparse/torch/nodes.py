@@ -121,10 +121,7 @@ class NodeSource(TensorSource):
             self._complete(self.write)
             self._within.gather()
         except RuntimeError as error:
-            if self._used is not None:
-                # The end of DDP's step would wait for what the rank that gives it up has used.
-                raise
-            raise_after_step(error, self.driver.feedback)
+            raise_after_step(error, self.driver.feedback, self._used)
         except ValueError:
             if self._like:
                 # This rank raises alone, and the others wait.

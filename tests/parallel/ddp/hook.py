@@ -332,9 +332,13 @@ def not_finite_is_nan_on_all_ranks_and_training_goes_on(named: bool) -> None:
 
 @scenario(
     *TORCHRUN,
-    cases={"TopK": (partial(TopK, 0.02, warmup=None),), "union": (partial(TopK, 0.02, exchange=Union(), warmup=None),)},
+    cases={
+        "TopK": (partial(TopK, 0.02, warmup=None),),
+        "union": (partial(TopK, 0.02, exchange=Union(), warmup=None),),
+        "DDP finds unused parameters": (partial(TopK, 0.02, warmup=None), True),
+    },
 )
-def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
+def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any, finds_unused: bool = False) -> None:
     """Then DDP cannot go on itself, but the network can, in a new one, with what has waited."""
 
     def stop(_: torch.Tensor) -> None:
@@ -342,7 +346,7 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
 
     network, culprit = small_model(), hvd.size() - 1
     compression = make(granularity=BUCKET_BYTES)
-    model = wrap(network, compression)
+    model = wrap(network, compression, find_unused_parameters=finds_unused)
     train(model, sgd(model), range(3))
     state = compression.state_dict()
     loss = loss_of(model, 3)
@@ -360,7 +364,7 @@ def a_rank_that_raises_in_backward_gives_the_step_up_for_all(make: Any) -> None:
         torch.testing.assert_close(now["residuals"][name], residual, rtol=1e-5, atol=1e-6)
     network.zero_grad()
     again = make(granularity=BUCKET_BYTES)
-    model = wrap(network, again)
+    model = wrap(network, again, find_unused_parameters=finds_unused)
     again.load_state_dict(now)
     train(model, sgd(model), range(4, 7))
     assert_identical(network)
