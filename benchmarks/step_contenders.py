@@ -121,6 +121,16 @@ def mesh_of(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, hvd.size() // replicas), mesh_dim_names=("replicate", "shard"))
 
 
+def ddp_sparse(
+    make: Callable[..., Any], model: nn.Module, optimizer: Any, settings: Settings, *, nodes: bool = False
+) -> Made:
+    """DistributedDataParallel with one of our compressors: between all ranks, or between hosts."""
+    join_gloo()
+    made, compression = DistributedDataParallel(model), make(warmup=None, **settings)
+    hvd.register(made, compression, optimizer, mesh=mesh_of(hvd.size() // hvd.local_size()) if nodes else None)
+    return made, optimizer, compression
+
+
 def sharded(
     model: nn.Module,
     optimizer: Any,
@@ -165,6 +175,8 @@ _EVERYWHERE = partial(sharded, dimensions=("replicate", "shard"))
 SPARSE: dict[str, Contender] = {
     "SIDCo 0.01": partial(sparse, partial(hvd.SIDCo, 0.01)),
     "SIDCo 0.001": partial(sparse, partial(hvd.SIDCo, 0.001)),
+    "DDP SIDCo 0.01": partial(ddp_sparse, partial(hvd.SIDCo, 0.01)),
+    "DDP SIDCo 0.01 between hosts": partial(ddp_sparse, partial(hvd.SIDCo, 0.01), nodes=True),
     "FSDP SIDCo 0.01": partial(sharded, make=partial(hvd.SIDCo, 0.01)),
     "FSDP SIDCo 0.001": partial(sharded, make=partial(hvd.SIDCo, 0.001)),
     "TopK 0.001": partial(sparse, partial(hvd.TopK, 0.001)),

@@ -91,7 +91,7 @@ def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
     """All contenders that were asked for, whose models start alike; sparse ones once for each size of the buckets."""
     sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib} or {"": BUCKET_BYTES}
     for name, make in CONTENDERS.items():
-        between_hosts = name.startswith("FSDP")
+        between_hosts = name.startswith("FSDP") or name.endswith("between hosts")
         # Rows of AdamW are compared with its own computation.
         wanted = {ALONE, DENSE, *args.rows} | {ADAMW_ALONE for row in args.rows if row.startswith("AdamW")}
         if name not in wanted or (between_hosts and hvd.size() == hvd.local_size()):
