@@ -31,6 +31,7 @@ from ..common import (
     everyone,
     hvd,
     loss_of,
+    normals,
     overflowing,
     raised,
     small_model,
@@ -282,6 +283,29 @@ def parameters_of_any_kind(kinds: Mapping[str, Kind]) -> None:
         for name in kinds:
             # A node's residual is that of its mean.
             np.testing.assert_array_equal(sent[name] + 2 * waits[name], given[name], err_msg=name)
+
+
+class Dot(nn.Module):
+    """A parameter of bfloat16 whose gradient is what the model is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(41, 50, dtype=torch.bfloat16))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+@scenario(TORCHRUN_4)
+def sums_of_half_precision_are_rounded_once() -> None:
+    """Not within a node, and again between nodes."""
+    model = over(Dot(), TopK(1.0, min_numel=0, warmup=None))
+    for step in range(3):
+        given = [torch.from_numpy(normals((41, 50), step=step, rank=rank)).bfloat16() for rank in range(hvd.size())]
+        model.zero_grad()
+        model(given[hvd.rank()]).backward()
+        mean = torch.stack([one.float() for one in given]).view(2, 2, 41, 50).mean(1).mean(0)
+        assert torch.equal(model.module.weight.grad, mean.bfloat16())
 
 
 @scenario(TORCHRUN_4)
