@@ -46,6 +46,7 @@ ROWS = {
     "every 5, ahead": Row(5, 0.5),
     "every 1, packed": Row(1, 0.0, "packed"),
     "every 1, packed, ahead": Row(1, 0.5, "packed"),
+    "every 5, packed": Row(5, 0.0, "packed"),
     "every 5, packed, ahead": Row(5, 0.5, "packed"),
 }
 

@@ -1,15 +1,16 @@
 """Reduces the gradients of a model that `fully_shard` has sharded, between the replicas of each shard. No Horovod.
 
 FSDP averages gradients over the ranks that hold one replica of the model together. It leaves a shard of each gradient on each
-rank. The ranks that hold the same shard of different replicas exchange it here, when FSDP has ended its backward pass.
+rank. The ranks that hold the same shard of different replicas exchange it here, while FSDP goes on with its backward pass.
 
 Tested by tests/parallel/ddp/sharded.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,26 @@ from horovod_sparse.torch.parameters import check_memory, follow, held, local_pa
 from horovod_sparse.torch.source import TensorSource, uncompiled
 
 
+class Backward:
+    """A backward pass, from its first gradient on. PyTorch alone keeps this object, and calls it when FSDP has ended the pass."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.arrived: set[Tensor] = set()
+        """The parts whose gradients FSDP has reduced."""
+        self.taken = 0
+        """How many gradients were added to the step, in the order of all ranks."""
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
 class ShardedSource(TensorSource):
-    """The shards of gradients that this rank holds; `replicas` hold the same ones, and the ranks of `mesh` this replica."""
+    """The shards of gradients that this rank holds; `replicas` hold the same ones, and the ranks of `mesh` this replica.
+
+    Gradients are added in the order of the buckets, as soon as they are there. So all ranks start the same exchanges in the
+    same order, also if some parameters have no gradient on some ranks.
+    """
 
     def __init__(
         self,
@@ -44,47 +63,72 @@ class ShardedSource(TensorSource):
         self._given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
         place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         super().__init__(compressor, replicas, active=compresses(replicas.world), optimizer=optimizer, place=place)
-        self._place, self._end = place, uncompiled(self._end_backward)
+        self._place = place
+        self._add, self._end = uncompiled(self._add_arrived), uncompiled(self._end_backward)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shards = shards_of(mesh, next(iter(self._parts.values())).device)
-        self._used: set[Tensor] = set()
-        """The parameters of the model that have got a gradient in this backward pass."""
-        self._used_parts: set[Tensor] = set()
-        """The parts of these."""
+        self._backward: Callable[[], Backward | None] = lambda: None
+        """The pass that has begun; an exception that ends one leaves none."""
+        self._order: list[tuple[Tensor, Tensor]] = []
+        """Parameters with their parts, in the order in which their gradients are added; none before the first step."""
         for parameter in names if self.active else ():
             if parameter.requires_grad:
                 # The hooks keep this object alive, as long as the model lives.
                 parameter.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
 
-    def note(self, parameter: Tensor) -> None:
-        """Note that a parameter has got a gradient. With the first one of a backward pass, have its end noticed."""
-        if not self._used:
-            # FSDP has queued its own end before.
-            Variable._execution_engine.queue_callback(self._end)
-        self._used.add(parameter)
-
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self.memory[parameter] if parameter in self._used_parts else None
+        backward = self._backward()
+        return self.memory[parameter] if backward is not None and parameter in backward.arrived else None
+
+    def note(self, parameter: Tensor) -> None:
+        """Note that FSDP has reduced a parameter's gradient. With the first one of a backward pass, have its end noticed."""
+        backward = self._backward()
+        if backward is None:
+            backward = Backward(self._end)
+            self._backward = ref(backward)
+            # FSDP has queued its own end before.
+            Variable._execution_engine.queue_callback(backward)
+        # Hooks that come after this one may still change this gradient, so it is added when the next one comes.
+        self._add(backward)
+        backward.arrived.add(self._parts[parameter])
+
+    @torch.no_grad()
+    def _add_arrived(self, backward: Backward) -> None:
+        """Add the gradients that are there, as far as they are the next ones in the order of all ranks."""
+        if not backward.arrived:
+            if self.driver.step is not None:
+                # An exception has ended the pass before.
+                self.give_up()
+            follow(self._parts)
+        for whole, part in self._order[backward.taken :]:
+            if part not in backward.arrived:
+                break
+            gradient = whole.grad
+            assert gradient is not None
+            self.memory[part] = local_part(gradient)
+            self.begin()
+            self.add(part)
+            backward.taken += 1
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Reduce the gradients. FSDP has ended its backward pass."""
-        follow(self._parts)
+        """Add the gradients that are left, and reduce all. FSDP has ended its backward pass."""
+        backward = self._backward()
+        assert backward is not None
         idle: dict[Tensor, Tensor | None] = {}
         for whole, part in self._parts.items():
             if not whole.requires_grad or not part.numel():
                 continue
-            if whole not in self._used:
+            if part not in backward.arrived:
                 idle[whole] = None if whole.grad is None else whole.grad.clone()
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
             self.memory[part] = local_part(whole.grad)
-        self._used_parts = {part for whole, part in self._parts.items() if whole in self._used}
         try:
             self._reduce()
         finally:
             self.driver.drop()
-            self._used.clear()
+            self._backward = lambda: None
             self.memory = {}
         for whole, before in idle.items():
             # As with a dense average, what no replica has used keeps what it had.
@@ -101,11 +145,17 @@ class ShardedSource(TensorSource):
         if self.driver.feedback is None:
             new = {part: name for part, name in self._given.items() if part in self.memory}
             agree(self, new, more={"shard": self._place, "averages": str(self.averages)})
+            # Buckets are packed from the last parameter to the first.
+            self._order = [(whole, part) for whole, part in reversed(self._parts.items()) if part in new]
         # Of those that are frozen now, nothing is sent.
         self.memory |= {part: torch.zeros_like(part) for part in self.names if part not in self.memory}
         self.add_rest()
         fail_together(self.driver.complete(), self._shards)
         self.driver.finish(self.write)
+
+    def give_up(self) -> None:
+        super().give_up()
+        self.memory = {}
 
     # --- settings ---
 

@@ -65,9 +65,9 @@ def register(
         model = DistributedDataParallel(model)
         register(model, SIDCo(ratio=0.001), mesh=init_device_mesh("cuda", (nodes, workers)))
 
-    With DDP the ranks are those of its process group, and gradients are exchanged while backward goes on. With
-    `fully_shard` they are those of `replicate`, and gradients are exchanged at the end of backward. With `mesh` the ranks of a
-    node average gradients dense, and each exchanges a part of them with one rank of every other node.
+    Gradients are exchanged while backward goes on. With DDP the ranks are those of its process group, with `fully_shard`
+    those of `replicate`. With `mesh` the ranks of a node average gradients dense, and each exchanges a part of them with one
+    rank of every other node.
 
     Args:
         model: whose gradients are reduced. Call this on every rank, before the first step.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from triton.runtime.interpreter import GridExecutor
 
-from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.torch import LocalUpdates, SIDCo, comm_hook, device, ops, register, source
+from horovod_sparse.kernels.gpu.bucket import MOST_SLOTS, selector_for
+from horovod_sparse.torch import LocalUpdates, Pairs, SIDCo, TopK, Union, comm_hook, device, ops, register, source
 from tests.kernels.gpu.test_step import READS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -65,11 +69,15 @@ def waits_of(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> Counter[s
     return +counts
 
 
-def steps_of(model: nn.Module, optimizer: Any, *, ahead: bool = False) -> Callable[[], None]:
+def steps_of(
+    model: nn.Module, optimizer: Any, *, ahead: bool = False, inputs: torch.Tensor | None = None
+) -> Callable[[], None]:
+    given = torch.ones(8, 40) if inputs is None else inputs
+
     def step() -> None:
         optimizer.zero_grad()
         with optimizer.ahead() if ahead else nullcontext():
-            model(torch.ones(8, 40)).square().mean().backward()
+            model(given).square().mean().backward()
         optimizer.step()
 
     return step
@@ -116,6 +124,69 @@ def test_what_has_no_gradient_takes_no_waits(alone: pytest.MonkeyPatch) -> None:
     register(model, SIDCo(0.05, min_numel=100, warmup=None))
     step = settled(steps_of(model, torch.optim.SGD(model.parameters(), 0.1)))
     assert waits_of(alone, step) == {"tolist": 1}
+
+
+@pytest.mark.parametrize("warmup", [None, "auto"], ids=["sparse", "dense"])
+def test_fsdp_waits_twice(alone: pytest.MonkeyPatch, warmup: Any) -> None:
+    """Once as DDP does, and once to know whether a gradient in another shard was not finite."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model = small_model()
+    for layer in [*model.children(), model]:
+        fully_shard(layer, mesh=mesh["shard"])
+    register(model, SIDCo(0.05, min_numel=100, warmup=warmup), replicate=mesh["replicate"])
+    step = settled(steps_of(model, torch.optim.SGD(model.parameters(), 0.1)))
+    assert waits_of(alone, step) == {"tolist": 1, "item": 1}
+
+
+def tensors() -> list[torch.Tensor]:
+    """All tensors of the process."""
+    gc.collect()
+    with warnings.catch_warnings():
+        # To ask old classes of PyTorch for their type warns.
+        warnings.simplefilter("ignore")
+        return [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+
+
+def memory_of(some: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Where the memory of tensors is, with its bytes."""
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in some}
+
+
+NOTES_EACH, NOTES = 1 / MOST_SLOTS, 44_000
+"""What a device notes: so many words for each entry of whole tiles, and so many bytes for a bucket."""
+
+
+@pytest.mark.parametrize(
+    ("exchange", "warmup"),
+    [
+        pytest.param(Pairs(), None, id="pairs"),
+        pytest.param(Pairs(), "auto", id="dense", marks=pytest.mark.full),
+        pytest.param(Pairs("packed"), None, id="packed", marks=pytest.mark.full),
+        pytest.param(Union(), None, id="union", marks=pytest.mark.full),
+    ],
+)
+def test_between_two_steps_residuals_and_notes_are_kept(alone: pytest.MonkeyPatch, exchange: Any, warmup: Any) -> None:
+    """4 bytes per parameter, and a quarter of a byte: no message, and no copy of a gradient."""
+    torch.manual_seed(0)
+    others, wrapped = tensors(), DistributedDataParallel(nn.Linear(80, 100))
+    compression = TopK(0.05, min_numel=1000, warmup=warmup, exchange=exchange)
+    of_ddp: list[torch.Tensor] = []
+
+    # DDP would compare annotations that are strings with its classes.
+    def noting(_, bucket):  # type: ignore[no-untyped-def]
+        of_ddp.append(bucket.buffer())
+        return comm_hook(compression, bucket)
+
+    wrapped.register_comm_hook(None, noting)
+    step = steps_of(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1), inputs=torch.ones(8, 80))
+    settled(step)
+    parameters = [*wrapped.parameters()]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    known, numel = memory_of([*others, *of_ddp, *parameters, *gradients]), sum(one.numel() for one in parameters)
+    kept = sum(nbytes for address, nbytes in memory_of(tensors()).items() if address not in known)
+    # The weights, and the biases, which are dense.
+    buckets = 2
+    assert 4 * numel <= kept <= 4 * numel * (1 + NOTES_EACH) + buckets * NOTES
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -1,4 +1,4 @@
-"""Scenarios: models that `fully_shard` has sharded, whose replicas exchange gradients at the end of backward."""
+"""Scenarios: models that `fully_shard` has sharded, whose replicas exchange gradients while backward goes on."""
 
 from __future__ import annotations
 
@@ -345,6 +345,101 @@ def a_step_can_be_left_out(set_to_none: bool) -> None:
             optimizer.step()
         optimizer.zero_grad(set_to_none)
         assert_same_shards(model, mesh)
+
+
+# --- while backward goes on ---
+
+
+@scenario(TORCHRUN_4)
+def exchanges_begin_within_backward() -> None:
+    """From the second step on: in the first one, ranks agree on the parameters at the end."""
+    mesh = mesh_of(2)
+    model = small_model()
+    begun: list[int] = []
+
+    def note(_: Tensor) -> None:
+        step = compression.source.driver.step
+        begun.append(0 if step is None else sum(not one.missing for one in step.sendings.values()))
+
+    sharded = shard(model, mesh["shard"])
+    compression = TopK(0.02, warmup=None, granularity=BUCKET_BYTES)
+    register(sharded, compression, replicate=mesh["replicate"])
+    # Its gradient is the last one.
+    next(sharded.parameters()).register_post_accumulate_grad_hook(note)
+    train(sharded, sgd(sharded), range(3))
+    assert begun[0] == 0 and min(begun[1:]) > 0, begun
+    assert_same_shards(sharded, mesh)
+
+
+class Called(nn.Module):
+    """Calls its middle layer twice, and one of its last ones only where it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.score = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.some = nn.Linear(64, 10)
+        self.is_some = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).relu()
+        hidden = self.middle(self.middle(hidden).relu()).relu()
+        return self.score(hidden) + self.some(hidden) if self.is_some else self.score(hidden)
+
+
+@scenario(TORCHRUN_2)
+def layers_that_are_called_twice_and_layers_that_some_ranks_leave_out() -> None:
+    """With ratio 1 that is a mean over the ranks, as it is without the compression, whatever a rank has left out."""
+    torch.manual_seed(1)
+    plain, mesh = Called(), mesh_of(2)
+    model: Any = shard(copy.deepcopy(plain), mesh["shard"])
+    register(model, TopK(1.0, min_numel=0, warmup=None, granularity=4096), replicate=mesh["replicate"])
+    reference, optimizer = sgd(plain), sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        model.is_some = step == 0 or hvd.rank() == step % 2
+        loss_of(model, step).backward()
+        optimizer.step()
+        reference.zero_grad()
+        for rank in range(hvd.size()):
+            plain.is_some = step == 0 or rank == step % 2
+            (loss_of(plain, step, rank) / hvd.size()).backward()
+        reference.step()
+        assert_same_shards(model, mesh)
+    found = whole(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=2e-5, atol=2e-6, msg=f"{name}: {{}}".format)
+
+
+@scenario(TORCHRUN_2, TORCHRUN_4)
+def training_goes_on_after_an_exception_within_backward() -> None:
+    """Nothing of the pass is left, and later ones are exchanged."""
+    mesh = mesh_of(2)
+    models = []
+    for raises in (False, True):
+        model, optimizer, _ = made(sgd, mesh)
+        for step in range(12):
+            if raises and step == 6:
+                fail(model)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert_same_shards(model, mesh)
+        models.append(model)
+    for mine, theirs in zip(here(models[1]), here(models[0]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def fail(model: Any) -> None:
+    """Let a pass end by an exception when the gradients of the last layer are there."""
+
+    def stop(*_: object) -> None:
+        raise KeyError("stopped")
+
+    hook = model[0].register_full_backward_hook(stop)
+    raised(KeyError, loss_of(model, 0).backward)
+    hook.remove()
+    # Otherwise FSDP would reduce nothing from now on.
+    model.reset_iter_state()
 
 
 # --- states ---
