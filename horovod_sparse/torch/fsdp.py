@@ -30,7 +30,7 @@ from horovod_sparse.torch.source import TensorSource, uncompiled
 
 
 class Backward:
-    """A backward pass, from its first gradient on. PyTorch alone keeps this object, and calls it when FSDP has ended the pass."""
+    """A backward pass, from its first gradient on. PyTorch alone keeps it, and calls it when FSDP has ended the pass."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.arrived: set[Tensor] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -139,12 +138,9 @@ def test_fsdp_waits_twice(alone: pytest.MonkeyPatch, warmup: Any) -> None:
 
 
 def tensors() -> list[torch.Tensor]:
-    """All tensors of the process."""
+    """All tensors of the process that have memory of their own."""
     gc.collect()
-    with warnings.catch_warnings():
-        # To ask old classes of PyTorch for their type warns.
-        warnings.simplefilter("ignore")
-        return [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
 
 
 def memory_of(some: Iterable[torch.Tensor]) -> dict[int, int]:
