@@ -127,20 +127,18 @@ class Movement:
 
     def sample(self, parts: list[Tensor], device: torch.device) -> Tensor:
         """Return 256 entries of how far the optimizer has moved parameters without decay, and their sum of squares."""
-        entries = torch.zeros(ENTRIES, dtype=torch.float64, device=device)
-        if not self._lengths.grow:
-            # The message has the same length on all workers also where they are told that not all grow.
-            return torch.cat([entries, entries[:1]])
-        if self._positions.keys() != set(parts):
+        if self._lengths.grow and self._positions.keys() != {*parts}:
             found = zip(parts, sampled([part.numel() for part in parts]), strict=True)
             self._positions = {part: torch.from_numpy(where).to(part.device) for part, where in found}
-        end = 0
-        for part, where in self._positions.items():
-            if len(where):
-                start = self.start[part].take(where)
-                moved = (part.take(where) - start).double() + self._decay[part] * start.double()
-                entries[end : end + len(where)] = moved.to(device)
-                end += len(where)
+        some = [(part, where) for part, where in self._positions.items() if len(where)]
+        if not some:
+            # The message has the same length on all workers also where they are told that not all grow.
+            return torch.zeros(ENTRIES + 1, dtype=torch.float64, device=device)
+        # All are computed together: on a device a launch takes longer than these few entries.
+        now = [part.take(where).to(device, torch.float64) for part, where in some]
+        start = [self.start[part].take(where).to(device, torch.float64) for part, where in some]
+        decayed = torch._foreach_mul(start, [1.0 - self._decay[part] for part, _ in some])
+        entries = torch.cat(now) - torch.cat(decayed)
         return torch.cat([entries, entries.square().sum().view(1)])
 
 

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from horovod_sparse.kernels.gpu.bucket import MOST_SLOTS, selector_for
 from horovod_sparse.torch import LocalUpdates, Pairs, SIDCo, TopK, Union, comm_hook, device, ops, register, source
-from tests.kernels.gpu.test_step import READS
+from tests.kernels.gpu.test_step import READS, Launches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -66,6 +66,10 @@ def waits_of(patch: pytest.MonkeyPatch, step: Callable[[], object]) -> Counter[s
             patched.setattr(torch.Tensor, name, reading(name))
         step()
     return +counts
+
+
+MOST_LAUNCHES = 6
+"""Of `LocalUpdates` for each parameter: two take entries of the sample, and two make them float64."""
 
 
 def steps_of(
@@ -192,3 +196,18 @@ def test_local_updates_wait_twice(alone: pytest.MonkeyPatch, ahead: bool) -> Non
     adamw = torch.optim.AdamW(model.parameters(), 1e-3)
     local = LocalUpdates(adamw, model, SIDCo(0.05, min_numel=100, warmup=None))
     assert waits_of(alone, settled(steps_of(model, local, ahead=ahead))) == {"tolist": 2}
+
+
+def test_local_updates_launch_little_for_each_parameter(alone: pytest.MonkeyPatch) -> None:
+    """Each of them has entries of the sample, by which workers know how far the others have moved."""
+    counts = []
+    for layers in (2, 6):
+        model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(layers)))
+        adamw = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+        local = LocalUpdates(adamw, model, SIDCo(0.05, min_numel=100, warmup=None, granularity="model"))
+        settled(steps_of(model, local))
+        model(torch.ones(8, 40)).square().mean().backward()
+        with Launches() as launches:
+            local.step()
+        counts.append(sum(launches.counts.values()))
+    assert counts[1] - counts[0] <= 4 * MOST_LAUNCHES, counts
