@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
@@ -26,7 +27,7 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.kernels.gpu.message import assemble, rows_in_use
+from horovod_sparse.kernels.gpu.message import assemble, rows_in_use, union
 from horovod_sparse.kernels.gpu.packed import quantize, unquantize
 
 COMPRESSORS = [
@@ -38,6 +39,7 @@ COMPRESSORS = [
     GaussianK(0.001, warmup=None),
     DGC(0.001, warmup=None),
     RedSync(0.001, warmup=None),
+    MiCRO(0.001, warmup=None),
 ]
 
 
@@ -78,8 +80,10 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: float | None) 
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(0, given)], momentum, 1.0)
     bucket.decide()
-    bucket.select()
     message = bucket.message()
+    if not isinstance(compressor, RandomK):
+        indices, _ = union(bucket.index_message(0), 1, size)
+        bucket.take_out(indices)
     packed = quantize(torch.zeros(size), message)
     rows_in_use(unquantize(packed, 1, size), 1, size)
     assemble([(0, torch.zeros(size)), (0, torch.zeros(size, dtype=torch.float64))], message, 1, 2.0)

@@ -28,8 +28,8 @@ class Outcome(NamedTuple):
 class Selector(Protocol):
     """Takes gradients into one bucket and gives messages out, on the bucket's device, for which the host does not wait.
 
-    In a step `accumulate` is called for all parameters, a few at a time, then `decide`, `message` or `select`, if anything is
-    selected, and `finish` at the end.
+    In a step `accumulate` is called for all parameters, a few at a time, then `decide`, `message`, `index_message` or `select`,
+    if anything is selected, and `finish` at the end.
     """
 
     @property
@@ -39,10 +39,6 @@ class Selector(Protocol):
     @property
     def fault(self) -> Array:
         """1 if a gradient was not finite, else 0, once `decide` was called: an array of no dimension."""
-
-    @property
-    def proposal(self) -> int | Array:
-        """What the selection leads the worker to propose: see `protocols.Sender`."""
 
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
@@ -60,10 +56,13 @@ class Selector(Protocol):
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
     def select(self) -> Selection:
-        """Return the selection: indices, and padding up to the message's capacity. Nothing is taken."""
+        """Return a selection that needs no look at the entries. Nothing is taken."""
+
+    def index_message(self, checksum: int) -> Array:
+        """Select, and return message 3 of `wire` with this checksum. Nothing is taken."""
 
     def union(self, gathered: Array, world: int) -> tuple[Array, Array]:
-        """Return all indices in the messages 3 of so many ranks, and their number: see `protocols.Sender`."""
+        """Return all indices in the messages 3 of so many ranks, their number and all headers: see `protocols.Sender`."""
 
     def take_out(self, indices: Array) -> tuple[Array, Array]:
         """Return the message of pairs of these indices, and its values, which are no longer in the residual.

@@ -181,15 +181,17 @@ class Sending:
         self.outcome = Outcome(len(selection.indices), selection.found - len(selection.indices))
         return selection
 
-    @property
-    def proposal(self) -> int | Array:
-        return wire.float_bits(self.state.proposal)
+    def index_message(self) -> Array:
+        indices = self.select().indices
+        checksum = self.checksum() if self.finite else wire.NOT_FINITE
+        return self.ops.pack_indices(indices, [checksum, wire.float_bits(self.state.proposal)], self.capacity)
 
     def union(self, gathered: Array) -> tuple[Array, Array]:
         indices = self.ops.union(gathered, self.world, wire.HEADER, self.numel)
         number = wire.DAMAGED if indices is None else len(indices)
-        none, told = np.empty(0, np.int64), self.ops.indices(np.array([number]), self.buffer)
-        return self.ops.indices(none, self.buffer) if indices is None else indices, told
+        (headers,) = self.ops.told([gathered.reshape(self.world, -1)[:, : wire.HEADER].reshape(-1)])
+        numbers = self.ops.indices(np.array([number, *headers]), self.buffer)
+        return self.ops.indices(np.empty(0, np.int64), self.buffer) if indices is None else indices, numbers
 
     def take_out(self, indices: Array) -> Array:
         values = self.ops.take_out(self.buffer, indices)
@@ -326,12 +328,12 @@ class DeviceSending(Sending):
         message = self._message = self._device.message() if self.finite else super().message()
         return message
 
-    @property
-    def proposal(self) -> int | Array:
-        return self._device.proposal
-
     def select(self) -> Selection:
         return self._device.select()
+
+    def index_message(self) -> Array:
+        # The device knows nothing of a step that is given up.
+        return self._device.index_message(self.checksum() if self.finite else wire.NOT_FINITE)
 
     def union(self, gathered: Array) -> tuple[Array, Array]:
         return self._device.union(gathered, self.world)

@@ -126,15 +126,14 @@ class Sender(Named, Protocol):
     def select(self) -> Selection:
         """Return the selection from the buffer. Nothing is taken."""
 
-    @property
-    def proposal(self) -> int | Array:
-        """The bits of a float32 that this rank proposes: a number, or an array like `fault`."""
+    def index_message(self) -> Array:
+        """Select, and return message 3 of `wire` with the indices. Nothing is taken."""
 
     def union(self, gathered: Array) -> tuple[Array, Array]:
-        """Return all indices in all ranks' messages 3, and their number as an array for `Told`.
+        """Return all indices in all ranks' messages 3, and for `Told` an array of their number and of all headers.
 
-        They are those of `Ops.union`; on a device what is no index follows them, up to a number that all ranks know. The
-        number is `wire.DAMAGED` if a message is not as `wire` requires.
+        The indices are those of `Ops.union`; on a device what is no index follows them, up to a number that all ranks know.
+        The number is `wire.DAMAGED` if a message is not as `wire` requires.
         """
 
     def take_out(self, indices: Array) -> Array:

@@ -27,17 +27,13 @@ class Union(Exchange):
         ]
 
     def collectives(self, bucket: Sender) -> Exchanging:
-        ops, selected, checksum = bucket.ops, bucket.select().indices, bucket.checksum()
-        # Of a fault the host of a device knows nothing yet.
-        header = [checksum + bucket.fault * (wire.NOT_FINITE - checksum), bucket.proposal]
-        message = ops.pack_indices(selected, header, bucket.capacity)
-        gathered = yield Collective("allgather", message)
-        indices, number = bucket.union(gathered)
+        gathered = yield Collective("allgather", bucket.index_message())
+        indices, numbers = bucket.union(gathered)
         values, room = bucket.take_out(indices), min(bucket.capacity * bucket.world, bucket.numel)
-        total = yield Collective("allreduce", ops.pack_values(values, room, []))
-        headers = gathered.reshape(bucket.world, -1)[:, : wire.HEADER].reshape(-1)
-        told, (count,) = yield Told([headers, number])
-        checksums, proposed = told[:: wire.HEADER], np.array(told[1 :: wire.HEADER], np.int32).view(np.float32).tolist()
+        total = yield Collective("allreduce", bucket.ops.pack_values(values, room, []))
+        ((count, *headers),) = yield Told([numbers])
+        checksums = headers[:: wire.HEADER]
+        proposed = np.array(headers[1 :: wire.HEADER], np.int32).view(np.float32).tolist()
         if wire.NOT_FINITE in checksums:
             return None
         for worker, (one, proposal) in enumerate(zip(checksums, proposed, strict=True)):

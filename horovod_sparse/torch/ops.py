@@ -191,6 +191,8 @@ class TorchOps(Ops):
         return values
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+        if len(indices) == capacity:
+            return torch.stack((indices.int(), values.view(torch.int32)), 1)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
@@ -281,9 +283,7 @@ class TorchOps(Ops):
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         message = torch.full((len(header) + capacity,), wire.PADDING, dtype=torch.int32, device=indices.device)
-        # A tensor of them would be copied to a device, and the host would wait for that.
-        for place, number in enumerate(header):
-            message[place] = number
+        message[: len(header)] = torch.tensor(header, dtype=torch.int32)
         message[len(header) : len(header) + indices.numel()] = indices
         return message
 

@@ -19,7 +19,7 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, union, write
+from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, union, write, write_indices
 from horovod_sparse.kernels.gpu.rules import Blind, Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -125,8 +125,6 @@ class DeviceBucket:
         self._state, self._k, self._capacity = BucketState(), 0, 0
         """Of the step that has begun, as are `_now`, its rule, and `_request`."""
         self._request = Request("nothing")
-        self.proposal: int | Tensor = 0
-        """What the last selection has led to."""
 
     def forget(self) -> None:
         self._limit = math.inf
@@ -194,27 +192,24 @@ class DeviceBucket:
 
     def select(self) -> Selection:
         drawn = self._drawn()
-        if drawn is not None:
-            return Selection(drawn, self._k)
-        message = self._searched(takes=False)
-        self.proposal = self._proposed(message)
-        # The sign of a gradient that is not finite is none of the indices.
-        return Selection(message[:, 0].clamp(min=wire.PADDING), self._k)
+        assert drawn is not None
+        return Selection(drawn, self._k)
 
-    def _proposed(self, message: Tensor) -> int | Tensor:
-        """Return the bits of what the worker proposes after a selection (`Request.proposes`)."""
-        share, most = self._request.proposes
-        if not share:
-            return 0
-        smallest = torch.topk(_values_of(message).abs(), share).values[-1]
-        return torch.where(self.numbers[NUMBERS.index("found")] > most, smallest, 0.0).view(torch.int32)
+    def index_message(self, checksum: int) -> Tensor:
+        pairs, (share, most) = self._searched(takes=False), self._request.proposes
+        proposed = torch.topk(pairs.view(torch.float32)[:, 1].abs(), share).values[-1:] if share else pairs
+        message = torch.empty(wire.HEADER + len(pairs), dtype=torch.int32, device=pairs.device)
+        asked = pairs, len(pairs), checksum, proposed, most, message, self.numbers
+        with torch.cuda.device_of(self.buffer):
+            write_indices[(-(-len(pairs) // CHUNK),)](*asked, PROPOSES=share > 0, CHUNK=CHUNK)
+        return message
 
     def union(self, gathered: Tensor, world: int) -> tuple[Tensor, Tensor]:
         return union(gathered, world, self.buffer.numel())
 
     def take_out(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        message = self._taken(indices, len(indices))
-        return message, _values_of(message).contiguous()
+        values = torch.empty(len(indices), device=self.buffer.device)
+        return self._taken(indices, len(indices), values), values
 
     def decide(self) -> None:
         request, given = self._request, self.numbers
@@ -236,11 +231,12 @@ class DeviceBucket:
         indices = self._now.drawn(self._state, self._k)
         return None if indices is None else sent_to(self.buffer.device, indices)
 
-    def _taken(self, indices: Tensor, rows: int) -> Tensor:
+    def _taken(self, indices: Tensor, rows: int, values: Tensor | None = None) -> Tensor:
         message = self._rows(rows)
         asked = self.buffer, self.buffer.numel(), indices, len(indices), rows
+        written = message, message if values is None else values
         with torch.cuda.device_of(self.buffer):
-            take[(-(-rows // CHUNK),)](*asked, message, self.numbers, CHUNK=CHUNK)
+            take[(-(-rows // CHUNK),)](*asked, *written, self.numbers, VALUES=values is not None, CHUNK=CHUNK)
         return message
 
     def _searched(self, *, takes: bool) -> Tensor:
@@ -301,10 +297,6 @@ class DeviceBucket:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         return [offset for offset, tiles in self._tiles_of.items() if row[tiles.start : tiles.stop].any()]
-
-
-def _values_of(message: Tensor) -> Tensor:
-    return message.view(torch.float32)[:, 1]
 
 
 def selector_for(

@@ -18,7 +18,7 @@ from torch import Tensor
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.floats import bits_of, value_of
 from horovod_sparse.kernels.gpu.search import COLLECTED, LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
-from horovod_sparse.kernels.gpu.tiles import COLLECTED_AGAIN, LIMIT_VALUE, NOT_FINITE, SENT
+from horovod_sparse.kernels.gpu.tiles import COLLECTED_AGAIN, FOUND, LIMIT_VALUE, NOT_FINITE, SENT
 from horovod_sparse.ops.protocol import Part
 
 CHUNK = 1024
@@ -29,6 +29,9 @@ _LANES = 128
 _WIRE_DAMAGED = tl.constexpr(wire.DAMAGED)
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
+_HEADER = tl.constexpr(wire.HEADER)
+_NO_INDEX = tl.constexpr(wire.MAX_BUCKET)
+"""Stands where an index comes again: it is beyond every bucket."""
 
 
 @triton.jit
@@ -101,6 +104,33 @@ def write(
         tl.store(numbers + COLLECTED_AGAIN, tl.load(words + COLLECTED).to(tl.float64))
 
 
+@triton.jit(do_not_specialize=["capacity", "checksum", "most"])
+def write_indices(
+    pairs,
+    capacity: tl.int64,
+    checksum: tl.int32,
+    proposed,
+    most: tl.float64,
+    message,
+    numbers,
+    PROPOSES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write message 3 of the indices of a message of pairs. If it PROPOSES, it does where more than `most` were found."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program * CHUNK + tl.arange(0, CHUNK)
+    index = tl.load(pairs + row * 2, row < capacity, other=_WIRE_PADDING)
+    # The sign of a gradient that is not finite is none of the indices.
+    tl.store(message + _HEADER + row, tl.maximum(index, _WIRE_PADDING), row < capacity)
+    if program == 0:
+        bad = tl.load(numbers + NOT_FINITE).to(tl.int32) > 0
+        tl.store(message, tl.where(bad, _WIRE_NOT_FINITE, checksum))
+        bits = tl.zeros([], tl.int32)
+        if PROPOSES:
+            bits = tl.where(tl.load(numbers + FOUND) > most, tl.load(proposed).to(tl.int32, bitcast=True), bits)
+        tl.store(message + 1, bits)
+
+
 @triton.jit(do_not_specialize=["numel", "listed", "capacity"])
 def take(
     residual,
@@ -109,10 +139,15 @@ def take(
     listed: tl.int64,
     capacity: tl.int64,
     message,
+    values,
     numbers,
+    VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the message of pairs of the first `listed` of some indices, and set to zero what is in the message."""
+    """Write the message of pairs of the first `listed` of some indices, and set to zero what is in the message.
+
+    If VALUES, write the values also where they are one after the other.
+    """
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     index = tl.load(indices + row, row < listed, other=_WIRE_PADDING).to(tl.int64)
     bad = tl.load(numbers + NOT_FINITE).to(tl.int32) > 0
@@ -121,6 +156,8 @@ def take(
     tl.store(residual + index, tl.zeros_like(x), chosen)
     unused = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
     store_rows(message, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
+    if VALUES:
+        tl.store(values + row, x, row < capacity)
 
 
 @triton.jit(do_not_specialize=["rows", "numel"])
@@ -153,15 +190,48 @@ def rows_in_use(messages: Tensor, world: int, numel: int) -> Tensor:
     return used
 
 
+@triton.jit(do_not_specialize=["length", "size", "world"])
+def distinct(
+    merged,
+    length: tl.int64,
+    gathered,
+    size: tl.int64,
+    world: tl.int64,
+    used,
+    indices,
+    numbers,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Keep each of the ascending indices once, and count them. Copy the headers of the messages, which have `size` numbers."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program * CHUNK + tl.arange(0, CHUNK)
+    index = tl.load(merged + row, row < length, other=_WIRE_PADDING)
+    before = tl.load(merged + row - 1, (row < length) & (row > 0), other=_WIRE_PADDING)
+    is_first = (index >= 0) & (index != before)
+    tl.store(indices + row, tl.where(is_first, index.to(tl.int64), _NO_INDEX), row < length)
+    rank = tl.arange(0, RANKS)
+    mine = rank < world
+    is_damaged = tl.min(tl.load(used + rank, mine, other=0), 0) < 0
+    found = tl.where(is_damaged, tl.where(program == 0, _WIRE_DAMAGED, 0), tl.sum(is_first.to(tl.int32), 0))
+    tl.atomic_add(numbers, found, sem="relaxed")
+    if program == 0:
+        for word in tl.static_range(_HEADER):
+            header = tl.load(gathered + rank * size + word, mine)
+            tl.store(numbers + 1 + rank * _HEADER + word, header, mine)
+
+
 def union(gathered: Tensor, world: int, numel: int) -> tuple[Tensor, Tensor]:
     """Do as `protocols.Sender.union`. The host does not wait for the device. Numbers beyond the bucket stand for no index."""
     messages = gathered.view(world, -1)[:, wire.HEADER :].flatten()
-    used, merged = rows_in_use(messages, world, numel), messages.sort().values.long()
-    is_first = merged >= 0
-    is_first[1:] &= merged[1:] != merged[:-1]
-    indices = torch.where(is_first, merged, wire.MAX_BUCKET).sort().values
-    number = torch.where(used.amin() < 0, wire.DAMAGED, is_first.sum())
-    return indices[:numel], number.view(1)
+    used, merged = rows_in_use(messages, world, numel), messages.sort().values
+    length, numbers = len(merged), torch.zeros(1 + world * wire.HEADER, dtype=torch.int32, device=merged.device)
+    indices = torch.empty(length, dtype=torch.int64, device=merged.device)
+    received = gathered, length // world + wire.HEADER, world, used
+    with torch.cuda.device_of(merged):
+        constants = {"RANKS": triton.next_power_of_2(world), "CHUNK": CHUNK}
+        distinct[(-(-length // CHUNK),)](merged, length, *received, indices, numbers, **constants)
+    return indices.sort().values[:numel], numbers
 
 
 @triton.jit

@@ -470,15 +470,16 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
 def test_a_union_is_found_as_on_the_host(messages: list[set[int]]) -> None:
     rows = [[-2, 7, *sorted(indices), *[PADDING] * (6 - len(indices))] for indices in messages]
     gathered = np.array(rows, np.int32).reshape(-1)
-    indices, number = union(torch.from_numpy(gathered), len(messages), 40)
+    indices, numbers = union(torch.from_numpy(gathered), len(messages), 40)
     expected = ORACLE.union(gathered, len(messages), 2, 40)
     assert expected is not None
-    assert len(indices) == min(6 * len(messages), 40) and number.tolist() == [len(expected)]
+    headers = [-2, 7] * len(messages)
+    assert len(indices) == min(6 * len(messages), 40) and numbers.tolist() == [len(expected), *headers]
     np.testing.assert_array_equal(indices[: len(expected)].numpy(), expected)
     assert (indices[len(expected) :] >= 40).all(), "what is no index"
     for flawed in (40, -2):
         gathered[-6] = flawed
-        assert union(torch.from_numpy(gathered), len(messages), 40)[1].tolist() == [DAMAGED]
+        assert union(torch.from_numpy(gathered), len(messages), 40)[1].tolist() == [DAMAGED, *headers]
 
 
 def test_what_is_no_index_takes_nothing() -> None:
@@ -525,6 +526,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
         "count",
         "histogram",
         "write",
+        "write_indices",
+        "distinct",
         "take",
         "check",
         "add_up",
