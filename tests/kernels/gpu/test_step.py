@@ -153,10 +153,12 @@ LAUNCHES = {
 }
 """Of a bucket, by what selects on its device: one takes in the gradients, 9 or 10 select (4 of them for the digits of an exact
 search), 2 take a sample, or 2 take out what was drawn; 2 check what has arrived, one adds that up, and one copies what the host
-is told. Messages are packed by 3, and unpacked by 3. Without indices a message is put together by 4, and taken apart by 2. A
-union takes one for the message of indices, 7 to check and to merge them, one to take values out, 2 for their message, and 2 more
-than pairs to write; MiCRO finds what it proposes by 2. The copies of two tables of addresses, and of indices that were drawn,
-come to them on a GPU."""
+is told. Messages are packed by 3, and unpacked by 3. Without indices a message is put together by 4, and taken apart by 2.
+
+With a union one makes the message of indices, 7 check and merge all, one takes the values out, 2 make their message, and 2 more
+than with pairs write the result; MiCRO finds by 2 what it proposes. The copies of two tables of addresses, and of indices that
+were drawn, come to them on a GPU.
+"""
 DENSE_LAUNCHES = 10
 """Of a bucket in a dense step: gradients come in, NaN is looked for, the message is made, and the mean is written."""
 LAUNCHES_IN_ALL = 11
