@@ -8,7 +8,7 @@ In every round each contender makes one step on the same data, so that a disturb
 unless the workers' parameters are the same, bit by bit, for every contender after the last step.
 
 A unit is the time of `residual.add_(gradient)` for as many elements as the model has, which all workers measure at once in
-every round.
+every round. "Passes" is how often a selection reads its whole bucket, beside the pass that adds the gradients.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import machine
 import markdown
 import torch
+from passes import Passes, sizes_of
 from step_contenders import ADAMW_ALONE, ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task
 from torch import nn
 from tqdm import tqdm
@@ -55,10 +56,16 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
     settled_at: tuple[float, float] = (0.0, 0.0)
     """What `entries` returned before the first timed step."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """What `passes.sizes_of` returned before the first timed step."""
+    passes: float = 0.0
+    """How often selections have read whole buckets in the timed steps."""
 
     def settle(self) -> None:
         """Time and count from now on."""
         self.seconds.clear()
+        self.passes = 0.0
+        self.sizes = sizes_of(self.compression) if self.settles else {}
         self.settled_at = self.entries()
 
     @property
@@ -73,13 +80,15 @@ class Contender:
         stats = self.compression.stats()
         return stats.steps * stats.mean.total.target, stats.steps * stats.mean.total.count
 
-    def step(self, batch: Any) -> None:
+    def step(self, batch: Any, counter: Passes) -> None:
         """One training step, timed."""
+        counter.count, counter.sizes = 0.0, self.sizes
         started = time.perf_counter()
         self.optimizer.zero_grad()
         self.task.loss(self.model, batch).backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - started)
+        self.passes += counter.count
 
 
 def quartiles(seconds: list[float]) -> list[float]:
@@ -144,8 +153,10 @@ def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
             sent = f"{common.measure_traffic(contender.compression, parameters, hvd).bytes_per_step:,.0f}"
         beyond = middle - medians[ADAMW_ALONE if contender.name.startswith("AdamW") else ALONE]
         cells = [contender.name, sent, f"{middle:.1f} ({low:.1f}–{high:.1f})", f"{beyond:.1f}"]
-        rows.append([*cells, f"{beyond / unit:.1f}", f"{medians[DENSE] / middle:.2f}"])
-    return markdown.table([*header, "in units", "dense fp32's / it"], rows)
+        selections = len(contender.sizes) * len(contender.seconds)
+        read = f"{contender.passes / selections:.2f}" if selections else ""
+        rows.append([*cells, f"{beyond / unit:.1f}", f"{medians[DENSE] / middle:.2f}", read])
+    return markdown.table([*header, "in units", "dense fp32's / it", "passes"], rows)
 
 
 def parse() -> argparse.Namespace:
@@ -178,6 +189,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(hvd.rank())
     quiet = hvd.rank() != 0
     units: list[float] = []
+    counter = Passes()
     for number in tqdm(range(SETTLING + args.rounds), desc="rounds", disable=quiet, leave=False):
         batch = task.batch(generator)
         for contender in contenders:
@@ -187,7 +199,7 @@ def main() -> None:
                 continue
             # Nobody's step waits for a worker that is still in the step before.
             hvd.barrier()
-            contender.step(batch)
+            contender.step(batch, counter)
         hvd.barrier()
         started = time.perf_counter()
         residual.add_(gradient)
