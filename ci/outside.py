@@ -68,7 +68,7 @@ SUITES = {
     "Horovod: test_torch": Suite(
         "horovod", ("test_torch.py",), plugin="suites.horovod_torch", under=_MPIRUN, of_horovod=True
     ),
-    "PyTorch: DDP": Suite("torch", ("torch_ddp.py",)),
+    "PyTorch: DDP": Suite("torch", ("torch_ddp.py",), plugin="suites.no_gpu"),
 }
 REASONS: dict[str, dict[str, str]] = {}
 """By suite: the tests that pass dense and not with our exchange, and why that is right."""
