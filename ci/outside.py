@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ import markdown  # noqa: E402  (benchmarks share it)
 from integrations import make_environment  # noqa: E402  (it is beside this file)
 from suites.outcomes import DENSE, EXCHANGE, FOLDER, OURS  # noqa: E402
 
-NEEDED = ("mock==5.2.0", "parameterized==0.9.0", "expecttest==0.3.0")
+NEEDED = ("mock==5.2.0", "parameterized==0.9.0", "expecttest==0.3.0", "jax==0.10.2", "accelerate==1.15.0")
 """What the suites import besides what `make setup` has installed."""
 HOROVOD = "v0.28.1"
 CLONE = f"git clone --depth 1 --branch {HOROVOD} https://github.com/horovod/horovod"
@@ -45,32 +46,50 @@ class Suite:
 
     distribution: str
     """The package whose release is shown."""
+    folder: str
+    """Which of the folders has the tests: `HERE`, `REPOSITORY` or `KERAS`."""
     tests: tuple[str, ...]
-    """Files of Horovod's repository, or of ci/suites."""
+    """Patterns of the files within the folder."""
     plugin: str = ""
-    """The module of ci/suites that puts the exchange in; none if the tests' own module does."""
+    """The module of ci/suites that is loaded before the tests; none if the tests' own module puts the exchange in."""
     under: tuple[str, ...] = ()
     """What starts the ranks; nothing if each test starts them."""
-    of_horovod: bool = False
     limit: float = 1200
     """Seconds after which a run is ended."""
 
     def files(self, horovod: Path | None) -> list[str]:
         """Return the paths of the tests."""
-        if not self.of_horovod:
-            return [str(ROOT / "ci" / "suites" / name) for name in self.tests]
-        if horovod is None or not (horovod / "test" / "parallel").is_dir():
+        folder = {HERE: ROOT / "ci" / "suites", REPOSITORY: horovod}.get(self.folder)
+        if self.folder == KERAS:
+            folder = Path(str(find_spec("keras").origin)).parent / "src"  # type: ignore[union-attr]
+        elif self.folder == REPOSITORY and (horovod is None or not (horovod / "test" / "parallel").is_dir()):
             raise SystemExit(f"--horovod must be a copy of Horovod's repository, got {horovod}; get one: {CLONE}")
-        return [str(horovod.resolve() / "test" / "parallel" / name) for name in self.tests]
+        return [str(path.resolve()) for pattern in self.tests for path in sorted(Path(str(folder)).glob(pattern))]
 
 
+HERE, REPOSITORY, KERAS = "ci/suites", "Horovod's repository", "Keras"
 SUITES = {
     "Horovod: test_torch": Suite(
-        "horovod", ("test_torch.py",), plugin="suites.horovod_torch", under=_MPIRUN, of_horovod=True
+        "horovod", REPOSITORY, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN
     ),
-    "PyTorch: DDP": Suite("torch", ("torch_ddp.py",), plugin="suites.no_gpu"),
+    "Horovod: TensorFlow's Keras": Suite(
+        "horovod", REPOSITORY, ("test/parallel/test_tensorflow2_keras.py",), "suites.horovod_tensorflow", _MPIRUN
+    ),
+    "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
+    "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
+    "Keras: optimizers": Suite("keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN),
+    "Accelerate: scripts": Suite("accelerate", HERE, ("accelerate_scripts.py",)),
+    "Keras: trainer": Suite("keras", KERAS, ("trainers/trainer_test.py",), "suites.keras_optimizers", _MPIRUN),
 }
-REASONS: dict[str, dict[str, str]] = {}
+_OF_DDP = "torch_ddp::TestDDP::test_ddp_"
+REASONS: dict[str, dict[str, str]] = {
+    "PyTorch: DDP": {
+        f"{_OF_DDP}comm_hook_logging": "it wants DDP to have no hook; PyTorch's own allreduce_hook fails it, too",
+        f"{_OF_DDP}grad_div_uneven_inputs": "join(divide_by_initial_world_size=False) is not told to a hook; PyTorch's own "
+        "allreduce_hook fails it, too",
+        f"{_OF_DDP}profiling_torch_profiler": "it counts calls of all_reduce, and the exchange has collectives of its own",
+    },
+}
 """By suite: the tests that pass dense and not with our exchange, and why that is right."""
 
 
