@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -181,6 +180,11 @@ def differences(name: str, results: dict[str, Outcomes]) -> tuple[list[tuple[str
     return [(test, reasons.get(test, "none: a fault")) for test in lost], wrong
 
 
+def release_of(distribution: str, python: Path) -> str:
+    code = f"from importlib.metadata import version; print({distribution!r}, version({distribution!r}))"
+    return subprocess.run([str(python), "-c", code], text=True, capture_output=True, check=True).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="run suites of tests from elsewhere, dense and with our exchange")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SUITES)}; all if none is given")
@@ -202,8 +206,7 @@ def main() -> None:
             lost += [[name, f"`{test}`", reason] for test, reason in without]
             wrong += faults
             counts = [len(dense.outcomes), len(dense.of("passed")), len(ours.of("passed")), len(ours.used)]
-            release = f"{SUITES[name].distribution} {version(SUITES[name].distribution)}"
-            rows.append([name, release, *map(str, counts)])
+            rows.append([name, release_of(SUITES[name].distribution, python), *map(str, counts)])
             print(f"{name}: {counts}", file=sys.stderr, flush=True)
     print(
         markdown.table(["suite", "release", "tests", "pass dense", "pass with us", "with our exchange"], rows, words=2)
