@@ -88,6 +88,11 @@ REASONS: dict[str, dict[str, str]] = {
         "allreduce_hook fails it, too",
         f"{_OF_DDP}profiling_torch_profiler": "it counts calls of all_reduce, and the exchange has collectives of its own",
     },
+    "PyTorch: optimizers": {
+        f"torch_optimizers::test_trains_as_on_the_union[SparseAdam-{one}-DDP]": "DDP hands sparse gradients over alone; they "
+        "are refused by name, with the advice to make the embedding with sparse=False"
+        for one in ("default", "non-default lr", "Tensor lr", "maximize")
+    },
 }
 """By suite: the tests that pass dense and not with our exchange, and why that is right."""
 

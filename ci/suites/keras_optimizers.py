@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow.keras as hvd
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from horovod_sparse.tensorflow import TopK
 from suites import outcomes
 
 
 def _put_in() -> None:
+    import horovod.tensorflow.keras as hvd
+
+    from horovod_sparse.tensorflow import TopK
+
     hvd.init()
     stock = BaseOptimizer.apply
 

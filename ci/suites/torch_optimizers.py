@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_optimizers
 
-from horovod_sparse.torch import TopK, register
 from suites import outcomes
 
 STEPS = 6
@@ -100,9 +99,13 @@ def test_trains_as_on_the_union(info: Any, settings: dict[str, Any], transport: 
     union, own = _Looked(info), _Looked(info)
     wanted = info.optim_cls([one for one in union.parameters() if one.requires_grad], **copy.deepcopy(settings))
     optimizer = info.optim_cls([one for one in own.parameters() if one.requires_grad], **copy.deepcopy(settings))
-    compression = TopK(1.0, min_numel=0, warmup=None) if outcomes.ours() else None
     model: nn.Module = own
-    if compression is not None:
+    compression: Any = None
+    # Dense is stock Horovod, which this package extends when it is imported.
+    if outcomes.ours():
+        from horovod_sparse.torch import TopK, register
+
+        compression = TopK(1.0, min_numel=0, warmup=None)
         outcomes.note_use()
     if transport == HOROVOD:
         chosen = {} if compression is None else {"compression": compression}
@@ -118,4 +121,5 @@ def test_trains_as_on_the_union(info: Any, settings: dict[str, Any], transport: 
         _step(optimizer, model, [halves[hvd.rank()]], info.step_requires_closure)
     for one, other in zip(own.parameters(), union.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    assert compression is None or compression.stats().steps >= STEPS
+    # Horovod's own path for sparse gradients serves those of embeddings.
+    assert compression is None or info.only_supports_sparse_grads or compression.stats().steps >= STEPS
