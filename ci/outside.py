@@ -53,6 +53,8 @@ class Suite:
     """The module of ci/suites that is loaded before the tests; none if the tests' own module puts the exchange in."""
     under: tuple[str, ...] = ()
     """What starts the ranks; nothing if each test starts them."""
+    chosen: str = ""
+    """Which tests are run, in the words of pytest's option -k; all if there are none."""
     limit: float = 1200
     """Seconds after which a run is ended."""
 
@@ -71,8 +73,14 @@ SUITES = {
     "Horovod: test_torch": Suite(
         "horovod", REPOSITORY, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN
     ),
-    "Horovod: TensorFlow's Keras": Suite(
-        "horovod", REPOSITORY, ("test/parallel/test_tensorflow2_keras.py",), "suites.horovod_tensorflow", _MPIRUN
+    "Horovod: TensorFlow": Suite(
+        "horovod",
+        REPOSITORY,
+        tuple(f"test/parallel/test_{one}.py" for one in ("tensorflow", "tensorflow_process_sets", "tensorflow2_keras")),
+        "suites.horovod_tensorflow",
+        _MPIRUN,
+        # The others are about collectives.
+        chosen="tape or optimizer or model_parallel or Tf2KerasTests",
     ),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
@@ -163,7 +171,8 @@ def run_suite(suite: Suite, python: Path, horovod: Path | None, within: Path) ->
     for exchange in (DENSE, OURS):
         folder = within / exchange
         folder.mkdir(parents=True)
-        command = [*suite.under, str(python), "-m", "pytest", "-q", "-c", os.devnull, *plugins, *suite.files(horovod)]
+        options = ["-q", "-c", os.devnull, *plugins, *(["-k", suite.chosen] if suite.chosen else [])]
+        command = [*suite.under, str(python), "-m", "pytest", *options, *suite.files(horovod)]
         printed = run(command, folder, exchange, suite.limit)
         results[exchange] = read(folder)
         if not results[exchange].of("passed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import horovod.keras as alone
 import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as of_keras
 
@@ -14,7 +15,9 @@ if outcomes.ours():
     for _module, _name in (
         (of_tensorflow, "DistributedOptimizer"),
         (of_tensorflow, "DistributedGradientTape"),
+        (of_tensorflow, "PartialDistributedGradientTape"),
         (of_keras, "DistributedOptimizer"),
+        (alone, "PartialDistributedOptimizer"),
     ):
         _compressed = outcomes.with_compression(getattr(_module, _name), lambda: TopK(1.0, min_numel=0, warmup=None))
         setattr(_module, _name, _compressed)

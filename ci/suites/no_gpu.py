@@ -18,7 +18,7 @@ from torch.testing._internal import common_distributed
 COUNT = 2
 """How many GPUs tests find."""
 
-_TAKES_DEVICE = (Tensor.to, torch._C._nn._parse_to)  # type: ignore[attr-defined]
+_TAKES_DEVICE = (Tensor.to, torch._C._nn._parse_to)
 """What takes a device without its name. Modules ask the second one for it."""
 
 
@@ -65,7 +65,7 @@ def _pretend() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
     OnCPU().__enter__()
 
 
