@@ -28,7 +28,7 @@ import markdown  # noqa: E402  (benchmarks share it)
 from integrations import make_environment  # noqa: E402  (it is beside this file)
 from suites.outcomes import DENSE, EXCHANGE, FOLDER, OURS  # noqa: E402
 
-NEEDED = ("mock==5.2.0", "parameterized==0.9.0", "expecttest==0.3.0", "jax==0.10.2", "accelerate==1.15.0")
+NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0", "tf_keras==2.21.0")
 """What the suites import besides what `make setup` has installed."""
 HOROVOD = "v0.28.1"
 CLONE = f"git clone --depth 1 --branch {HOROVOD} https://github.com/horovod/horovod"
@@ -73,20 +73,19 @@ SUITES = {
     "Horovod: test_torch": Suite(
         "horovod", REPOSITORY, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN
     ),
-    "Horovod: TensorFlow": Suite(
+    "Horovod: test_tensorflow": Suite(
         "horovod",
         REPOSITORY,
-        tuple(f"test/parallel/test_{one}.py" for one in ("tensorflow", "tensorflow_process_sets", "tensorflow2_keras")),
+        ("test/parallel/test_tensorflow.py",),
         "suites.horovod_tensorflow",
         _MPIRUN,
         # The others are about collectives.
-        chosen="tape or optimizer or model_parallel or Tf2KerasTests",
+        chosen="tape or model_parallel",
     ),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
     "Keras: optimizers": Suite("keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN),
     "Accelerate: scripts": Suite("accelerate", HERE, ("accelerate_scripts.py",)),
-    "Keras: trainer": Suite("keras", KERAS, ("trainers/trainer_test.py",), "suites.keras_optimizers", _MPIRUN),
 }
 _OF_DDP = "torch_ddp::TestDDP::test_ddp_"
 REASONS: dict[str, dict[str, str]] = {

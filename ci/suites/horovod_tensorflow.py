@@ -1,10 +1,16 @@
-"""A plugin of pytest for Horovod's tests of TensorFlow and Keras: what has no compression gets a compressor."""
+"""A plugin of pytest for Horovod's tests of tapes in TensorFlow: a tape without compression gets a compressor.
+
+The tests are written for Keras 2, which goes on as tf_keras.
+"""
 
 from __future__ import annotations
 
-import horovod.keras as alone
-import horovod.tensorflow as of_tensorflow
-import horovod.tensorflow.keras as of_keras
+import os
+
+# TensorFlow reads it when it is imported.
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+
+import horovod.tensorflow as hvd
 
 from suites import outcomes
 
@@ -12,12 +18,6 @@ from suites import outcomes
 if outcomes.ours():
     from horovod_sparse.tensorflow import TopK
 
-    for _module, _name in (
-        (of_tensorflow, "DistributedOptimizer"),
-        (of_tensorflow, "DistributedGradientTape"),
-        (of_tensorflow, "PartialDistributedGradientTape"),
-        (of_keras, "DistributedOptimizer"),
-        (alone, "PartialDistributedOptimizer"),
-    ):
-        _compressed = outcomes.with_compression(getattr(_module, _name), lambda: TopK(1.0, min_numel=0, warmup=None))
-        setattr(_module, _name, _compressed)
+    for _name in ("DistributedGradientTape", "PartialDistributedGradientTape"):
+        _compressed = outcomes.with_compression(getattr(hvd, _name), lambda: TopK(1.0, min_numel=0, warmup=None))
+        setattr(hvd, _name, _compressed)
