@@ -1,34 +1,43 @@
-"""A plugin of pytest for Keras' own tests: an optimizer is made distributed when it applies its first gradients.
+"""A plugin of pytest for Keras' own tests: every optimizer is distributed as soon as it is made.
 
 Dense is Keras alone: stock Horovod leaves the gradients of Keras 3 as they are.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from keras.src.optimizers.base_optimizer import BaseOptimizer
+import keras
 
 from suites import outcomes
 
+_OF_OTHERS = ("LossScaleOptimizer", "MultiOptimizer")
+"""Optimizers that apply the gradients by others, which are distributed."""
 
-def _put_in() -> None:
+
+def _put_in(kind: Any) -> None:
     import horovod.tensorflow.keras as hvd
 
     from horovod_sparse.tensorflow import TopK
 
-    hvd.init()
-    stock = BaseOptimizer.apply
+    made = kind.__init__
 
-    def apply(self: Any, *given: Any, **named: Any) -> Any:
-        if "apply" in vars(self):
-            return stock(self, *given, **named)
-        hvd.DistributedOptimizer(self, compression=TopK(1.0, min_numel=0, warmup=None))
-        outcomes.note_use()
-        return self.apply(*given, **named)
+    # Keras looks at the names of the arguments.
+    @functools.wraps(made)
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        if type(self) is kind:
+            hvd.DistributedOptimizer(self, compression=TopK(1.0, min_numel=0, warmup=None))
+            outcomes.note_use()
 
-    BaseOptimizer.apply = apply
+    kind.__init__ = make
 
 
 if outcomes.ours():
-    _put_in()
+    import horovod.tensorflow as _horovod
+
+    _horovod.init()
+    for _kind in vars(keras.optimizers).values():
+        if isinstance(_kind, type) and _kind.__name__ not in (*_OF_OTHERS, "Optimizer"):
+            _put_in(_kind)
