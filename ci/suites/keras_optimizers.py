@@ -39,5 +39,6 @@ if outcomes.ours():
 
     _horovod.init()
     for _kind in vars(keras.optimizers).values():
-        if isinstance(_kind, type) and _kind.__name__ not in (*_OF_OTHERS, "Optimizer"):
+        _is_optimizer = isinstance(_kind, type) and issubclass(_kind, keras.optimizers.Optimizer)
+        if _is_optimizer and _kind.__name__ not in (*_OF_OTHERS, "Optimizer"):
             _put_in(_kind)

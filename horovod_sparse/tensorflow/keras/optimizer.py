@@ -231,8 +231,10 @@ class _Accumulator:
 
 
 def _as_tensor(gradient: Any) -> Any:
-    """Return a gradient as TensorFlow computes it: Keras takes NumPy's arrays as well."""
-    return gradient if gradient is None or isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+    """Return a gradient as TensorFlow computes it: Keras takes NumPy's arrays as well, and slices with tuples for shapes."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(*map(_as_tensor, (gradient.values, gradient.indices, gradient.dense_shape)))
+    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _divide(gradient: Any, divisor: float) -> Any:
