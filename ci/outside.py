@@ -28,7 +28,7 @@ import markdown  # noqa: E402  (benchmarks share it)
 from integrations import make_environment  # noqa: E402  (it is beside this file)
 from suites.outcomes import DENSE, EXCHANGE, FOLDER, OURS  # noqa: E402
 
-NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0", "tf_keras==2.21.0")
+NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0")
 """What the suites import besides what `make setup` has installed."""
 HOROVOD = "v0.28.1"
 CLONE = f"git clone --depth 1 --branch {HOROVOD} https://github.com/horovod/horovod"
@@ -73,18 +73,11 @@ SUITES = {
     "Horovod: test_torch": Suite(
         "horovod", REPOSITORY, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN
     ),
-    "Horovod: test_tensorflow": Suite(
-        "horovod",
-        REPOSITORY,
-        ("test/parallel/test_tensorflow.py",),
-        "suites.horovod_tensorflow",
-        _MPIRUN,
-        # The others are about collectives.
-        chosen="tape or model_parallel",
-    ),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
-    "Keras: optimizers": Suite("keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN),
+    "Keras: optimizers": Suite(
+        "keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN, chosen="not OptimizerSparse"
+    ),
     "Accelerate: scripts": Suite("accelerate", HERE, ("accelerate_scripts.py",)),
 }
 _OF_DDP = "torch_ddp::TestDDP::test_ddp_"
