@@ -93,6 +93,10 @@ REASONS: dict[str, dict[str, str]] = {
         "are refused by name, with the advice to make the embedding with sparse=False"
         for one in ("default", "non-default lr", "Tensor lr", "maximize")
     },
+    "Keras: optimizers": {
+        "multi_optimizer_test::MultiOptimizerTest::test_multi_optimizer_wrapped_in_loss_scale_optimizer": "the plugin makes "
+        "the innermost optimizers distributed, which is refused by name: the outer one must be",
+    },
 }
 """By suite: the tests that pass dense and not with our exchange, and why that is right."""
 
