@@ -75,6 +75,7 @@ SUITES = {
     ),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
+    # optimizer_sparse_test.py is left out: one of its tests fails with our exchange for a cause that is not known.
     "Keras: optimizers": Suite(
         "keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN, chosen="not OptimizerSparse"
     ),
