@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SCRIPTS = ("test_sync", "test_script", "test_ddp_comm_hook", "test_distributed_data_loop")
+SCRIPTS = ("test_sync", "test_script", "test_ddp_comm_hook")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "suites.accelerate_scripts")
 
 
