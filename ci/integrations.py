@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,25 +151,31 @@ def run(
     return done.stdout + done.stderr
 
 
-def make_environment(folder: Path) -> Path:
-    """Return the interpreter of an environment that has the libraries and finds this one's packages."""
+def make_environment(folder: Path, wanted: Sequence[str]) -> Path:
+    """Return the interpreter of an environment that has what is wanted and finds this one's packages."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
     (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n", encoding="utf-8")
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    wanted = [f"{name}=={release}" for name, release in RELEASES.items()]
-    wanted += [line for line in pins if line.startswith(PINNED)]
     run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder)
-    mend_torchvision(python, site)
     return python
 
 
-def mend_torchvision(python: Path, site: Path) -> None:
+def requirements() -> list[str]:
+    """Return what the scripts import besides what `make setup` has installed."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [
+        *(f"{name}=={release}" for name, release in RELEASES.items()),
+        *(line for line in pins if line.startswith(PINNED)),
+    ]
+
+
+def mend_torchvision(python: Path) -> None:
     """Let a torchvision that was built for CUDA be imported with a torch for CPUs: it misses operators that no ResNet needs.
 
     PyTorch's own index has a torchvision for CPUs, PyPI has not.
     """
+    (site,) = (python.parent.parent / "lib").glob("python*/site-packages")
     probe = [str(python), "-c", "import torchvision"]
     failed = subprocess.run(probe, cwd=site, text=True, capture_output=True, check=False).stderr
     if "operator torchvision::nms does not exist" not in failed:
@@ -237,7 +243,8 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"the arguments must be of {', '.join(known)}, got {', '.join(unknown)}")
     with tempfile.TemporaryDirectory(prefix="integrations-") as created:
-        python = make_environment(Path(created) / "environment")
+        python = make_environment(Path(created) / "environment", requirements())
+        mend_torchvision(python)
         for name in names:
             if name == EXAMPLES:
                 run_examples(python)

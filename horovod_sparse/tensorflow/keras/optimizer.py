@@ -133,7 +133,7 @@ class DistributedApply:
         if trainable_variables is None:
             # Keras has no public way to get the variables that the optimizer was built with.
             trainable_variables = self.optimizer._trainable_variables
-        grads, variables = list(grads), list(trainable_variables)
+        grads, variables = [_as_tensor(one) for one in grads], list(trainable_variables)
         if not grads or len(grads) != len(variables):
             # There is nothing to do, or the optimizer raises its own error.
             apply(grads, variables)
@@ -228,6 +228,13 @@ class _Accumulator:
     def clear(self) -> list[Any]:
         """Return operations that set the sums and the count to zero for the next step."""
         return [variable.assign(tf.zeros_like(variable)) for variable in (self.count, *self._sums.values())]
+
+
+def _as_tensor(gradient: Any) -> Any:
+    """Return a gradient as TensorFlow computes it: Keras takes NumPy's arrays as well, and slices with tuples for shapes."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(*map(_as_tensor, (gradient.values, gradient.indices, gradient.dense_shape)))
+    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _divide(gradient: Any, divisor: float) -> Any:

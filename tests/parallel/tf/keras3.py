@@ -322,6 +322,19 @@ def an_optimizer_that_is_not_built_adds_up_passes_in_a_function(make: MakeCompre
     assert not np.array_equal(before[0], model.get_weights()[0])
 
 
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(1.0, min_numel=0, warmup=None),)})
+def gradients_may_be_arrays(make: MakeCompression) -> None:
+    """Keras takes arrays for gradients, also of another type than the variable, and slices of arrays with a tuple for shape."""
+    expected = -np.mean([normals((30, 2), step=0, rank=rank) for rank in range(hvd.size())], axis=0)
+    mine = normals((30, 2), step=0, rank=hvd.rank())
+    variables = [keras.Variable(np.zeros((30, 2), np.float32)) for _ in range(3)]
+    slices = tf.IndexedSlices(mine.astype(np.float32), np.arange(30), (30, 2))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=make())
+    optimizer.apply([mine.astype(np.float32), mine.astype(np.float64), slices], variables)
+    for variable in variables:
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
 @scenario(
     TF_2,
     cases={
