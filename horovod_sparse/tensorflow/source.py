@@ -150,14 +150,22 @@ class VariableSource:
         return tf.IndexedSlices(gradient, tf.range(self.names.shape(name)[0], dtype=tf.int64))
 
     def _gather_slices(self, name: str, slices: Any) -> Any:
-        """Return all ranks' slices of an embedding's gradient, as stock Horovod reduces them."""
+        """Return the sum of all ranks' slices of an embedding's gradient, each row once.
+
+        Keras' optimizers take slices as they come: of a row that comes twice Adam would add up the squares of its parts, and
+        Adafactor may raise.
+        """
         number = self.sparse.index(name)
         values, indices = (
             self.collectives.result_in_every_step("allgather", part, f"sparse.{number}.{kind}")
             for part, kind in ((slices.values, "values"), (tf.cast(slices.indices, tf.int64), "indices"))
         )
         divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, self._dtypes[name])
-        return tf.IndexedSlices(values / divisor, indices, tf.constant(self.names.shape(name), tf.int64))
+        # On a GPU sums would not be the same on all ranks to the last bit.
+        with tf.device("CPU:0"):
+            rows, places = tf.unique(indices)
+            sums = tf.math.unsorted_segment_sum(values / divisor, places, tf.size(rows))
+        return tf.IndexedSlices(sums, rows, tf.constant(self.names.shape(name), tf.int64))
 
     # --- planning ---
 

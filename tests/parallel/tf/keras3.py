@@ -249,6 +249,22 @@ def embeddings(make: MakeCompression, sparse_as_dense: bool) -> None:
     assert_close(model, alone)
 
 
+@scenario(TF_2, cases={"slices": (False,), "dense": (True,)})
+def rows_of_an_embedding_that_come_again_are_added_up_first(sparse_as_dense: bool) -> None:
+    """Adam takes the square of the mean gradient, also of rows that several ranks have, or one rank twice."""
+    parts = [
+        tf.IndexedSlices(normals((3, 4), step=0, rank=rank), [1, 1 + rank, 2], [5, 4]) for rank in range(hvd.size())
+    ]
+    variables = [keras.Variable(np.ones((5, 4), np.float32), name="table") for _ in range(2)]
+    plain = keras.optimizers.Adam(0.1)
+    ours = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), compression=NoOp(), sparse_as_dense=sparse_as_dense)
+    for _ in range(3):
+        plain.apply([sum(tf.convert_to_tensor(one) for one in parts) / hvd.size()], variables[:1])
+        ours.apply([parts[hvd.rank()]], variables[1:])
+    np.testing.assert_allclose(variables[1].numpy(), variables[0].numpy(), rtol=1e-5, atol=1e-6)
+    assert_identical(variables[1:])
+
+
 @scenario(TF_2, cases={"scaled": (True,), "as_it_is": (False,)})
 def local_variables_keep_their_own_gradients(scale: bool) -> None:
     model = small_model()

@@ -29,11 +29,12 @@ STEPS = 6
 class Seam:
     """What makes a program distributed: the only lines that differ between dense and compressed."""
 
-    def __init__(self, make: MakeCompression) -> None:
-        self._make, self._of_tapes = make, make()
+    def __init__(self, make: MakeCompression, *, sparse_as_dense: bool = False) -> None:
+        self._make, self._of_tapes, self._sparse_as_dense = make, make(), sparse_as_dense
 
     def optimizer(self, optimizer: Any, **arguments: Any) -> Any:
-        return hvd.DistributedOptimizer(optimizer, compression=self._make(), **arguments)
+        given = {"compression": self._make(), "sparse_as_dense": self._sparse_as_dense, **arguments}
+        return hvd.DistributedOptimizer(optimizer, **given)
 
     def gradient(self, tape: Any, loss: Any, variables: Any) -> list[Any]:
         found: list[Any] = DistributedGradientTape(tape, compression=self._of_tapes).gradient(loss, variables)
@@ -426,7 +427,8 @@ PROGRAMS: dict[str, Program] = {
 
 @scenario(TF_2, TF_GLOO_2, cases={name: (program,) for name, program in PROGRAMS.items()})
 def a_program_that_is_right_with_a_dense_average_is_right(program: Program) -> None:
-    dense = program(Seam(lambda: hvd.Compression.none))
+    # Stock slices hold a row as often as it came, and Keras' Adam adds up the squares of its parts.
+    dense = program(Seam(lambda: hvd.Compression.none, sparse_as_dense=True))
     all_sent = program(Seam(lambda: TopK(1.0, min_numel=0, granularity=10_000, warmup=None)))
     for mine, theirs in zip(all_sent, dense, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
