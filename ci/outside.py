@@ -53,8 +53,6 @@ class Suite:
     """The module of ci/suites that is loaded before the tests; none if the tests' own module puts the exchange in."""
     under: tuple[str, ...] = ()
     """What starts the ranks; nothing if each test starts them."""
-    chosen: str = ""
-    """Which tests are run, in the words of pytest's option -k; all if there are none."""
     limit: float = 1200
     """Seconds after which a run is ended."""
 
@@ -75,10 +73,7 @@ SUITES = {
     ),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
-    # optimizer_sparse_test.py is left out: one of its tests fails with our exchange for a cause that is not known.
-    "Keras: optimizers": Suite(
-        "keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN, chosen="not OptimizerSparse"
-    ),
+    "Keras: optimizers": Suite("keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN),
     "Accelerate: scripts": Suite("accelerate", HERE, ("accelerate_scripts.py",)),
 }
 _OF_DDP = "torch_ddp::TestDDP::test_ddp_"
@@ -168,7 +163,7 @@ def run_suite(suite: Suite, python: Path, horovod: Path | None, within: Path) ->
     for exchange in (DENSE, OURS):
         folder = within / exchange
         folder.mkdir(parents=True)
-        options = ["-q", "-c", os.devnull, *plugins, *(["-k", suite.chosen] if suite.chosen else [])]
+        options = ["-q", "-c", os.devnull, *plugins]
         command = [*suite.under, str(python), "-m", "pytest", *options, *suite.files(horovod)]
         printed = run(command, folder, exchange, suite.limit)
         results[exchange] = read(folder)
