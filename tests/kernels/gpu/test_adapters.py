@@ -142,9 +142,10 @@ def test_fsdp_waits_twice(alone: pytest.MonkeyPatch, warmup: Any) -> None:
 
 
 def tensors() -> list[torch.Tensor]:
-    """All tensors of the process that have memory of their own."""
+    """All tensors of the process that have entries in the host's memory, also those that other tests have left."""
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    return [one for one in found if one.layout == torch.strided and one.device.type == "cpu"]
 
 
 def memory_of(some: Iterable[torch.Tensor]) -> dict[int, int]:
