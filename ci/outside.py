@@ -60,7 +60,10 @@ class Suite:
         """Return the paths of the tests."""
         folder = {HERE: ROOT / "ci" / "suites", REPOSITORY: horovod}.get(self.folder)
         if self.folder == KERAS:
-            folder = Path(str(find_spec("keras").origin)).parent / "src"  # type: ignore[union-attr]
+            keras = find_spec("keras")
+            if keras is None or keras.origin is None:
+                raise SystemExit("Keras must be installed for its tests, and was not found; run make setup")
+            folder = Path(keras.origin).parent / "src"
         elif self.folder == REPOSITORY and (horovod is None or not (horovod / "test" / "parallel").is_dir()):
             raise SystemExit(f"--horovod must be a copy of Horovod's repository, got {horovod}; get one: {CLONE}")
         return [str(path.resolve()) for pattern in self.tests for path in sorted(Path(str(folder)).glob(pattern))]

@@ -100,7 +100,8 @@ class ShardedSource(TensorSource):
                 # An exception has ended the pass before.
                 self.give_up()
             follow(self._parts)
-        for whole, part in self._order[backward.taken :]:
+        while backward.taken < len(self._order):
+            whole, part = self._order[backward.taken]
             gradient = whole.grad
             if part not in backward.arrived or gradient is None:
                 break
