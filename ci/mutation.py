@@ -38,7 +38,7 @@ PACKAGE = "horovod_sparse"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
 FOLDERS = {
-    "core": "core/feedback core/step core/state core/statistics core/dense core/driver compressors/laws compressors/momentum "
+    "core": "core/feedback core/step core/state core/statistics core/driver compressors/laws compressors/momentum "
     "compressors/schedules numpy/allreduce core/machine",
     "exchange": "exchange/wire exchange/protocols core/feedback compressors/laws compressors/micro core/machine",
     "estimation": "compressors/sidco compressors/laws",

@@ -1,9 +1,13 @@
-"""Each module of the package has a test file of its name, or its docstring says which file tests it."""
+"""Each module of the package has a test file of its name, or its docstring says which file tests it.
+
+`ci/mutation.py` finds a module's tests by this rule.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 
@@ -24,3 +28,10 @@ def test_a_module_leads_to_its_tests(path: Path) -> None:
     else:
         assert said, f"add {own}, or end the docstring of {path} with: Tested by tests/....py."
         assert (ROOT / said[1]).exists(), f"{path} names {said[1]}, which is not there"
+
+
+def test_mutants_are_given_to_tests_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "ci"))
+    mutation = import_module("mutation")
+    tests = {test for module in mutation.MODULES for test in mutation.tests_of(module)}
+    assert [test for test in sorted(tests) if not (ROOT / test).exists()] == []
