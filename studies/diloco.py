@@ -1,12 +1,29 @@
-"""DiLoCo (https://arxiv.org/abs/2311.08105), a dense baseline of local updates, over Horovod. PyTorch only."""
+"""DiLoCo (https://arxiv.org/abs/2311.08105), a dense baseline of local updates, over Horovod or `torch.distributed`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Average = Callable[[dict[str, Tensor]], None]
+"""Replaces named tensors by their means over all workers."""
+
+
+def over_horovod(named: dict[str, Tensor]) -> None:
+    import horovod.torch as hvd  # studies of `torch.distributed` do without
+
+    for handle in [hvd.allreduce_async_(one, name=f"diloco.{name}") for name, one in named.items()]:
+        hvd.synchronize(handle)
+
+
+def over_a_group(named: dict[str, Tensor]) -> None:
+    for one in named.values():
+        dist.all_reduce(one)
+        one.div_(dist.get_world_size())
 
 
 class DiLoCo:
@@ -18,14 +35,21 @@ class DiLoCo:
         every: H, >= 1.
         outer_lr: alpha; published: 0.7.
         outer_momentum: mu, in [0, 1); published: 0.9.
+        average: over the workers.
     """
 
-    compression = hvd.Compression.none
-
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, every: int, outer_lr: float, outer_momentum: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        every: int,
+        outer_lr: float,
+        outer_momentum: float,
+        average: Average,
     ) -> None:
         self.optimizer, self._every, self._lr, self._momentum = optimizer, every, outer_lr, outer_momentum
+        self._average = average
         self.param_groups = optimizer.param_groups
         self._names = dict(model.named_parameters())
         self._shared = {name: one.detach().clone() for name, one in self._names.items()}
@@ -40,12 +64,10 @@ class DiLoCo:
         loss = self.optimizer.step()
         self._steps += 1
         if self._steps % self._every == 0:
-            handles = {
-                name: hvd.allreduce_async(self._shared[name] - one, name=f"diloco.{name}")
-                for name, one in self._names.items()
-            }
-            for name, handle in handles.items():
-                delta, velocity = hvd.synchronize(handle), self._velocity[name]
+            deltas = {name: self._shared[name] - one for name, one in self._names.items()}
+            self._average(deltas)
+            for name, delta in deltas.items():
+                velocity = self._velocity[name]
                 velocity.mul_(self._momentum).add_(delta)
                 self._shared[name].sub_(delta + self._momentum * velocity, alpha=self._lr)
                 self._names[name].copy_(self._shared[name])

@@ -20,7 +20,7 @@ from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import torch
-from diloco import DiLoCo
+from diloco import DiLoCo, over_horovod
 from step_contenders import ddp, mesh_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -59,7 +59,14 @@ def main() -> None:
         _, outer_lr, outer_momentum = hook.split()
         settings = {"outer_lr": float(outer_lr), "outer_momentum": float(outer_momentum)}
         adapter: Any = hvd
-        adapter.LocalUpdates = lambda optimizer, model, _, every: DiLoCo(optimizer, model, every=every, **settings)
+
+        def make(optimizer: Any, model: nn.Module, _: object, every: int) -> Any:
+            outer: Any = DiLoCo(optimizer, model, every=every, average=over_horovod, **settings)
+            # The example's log asks what is sent.
+            outer.compression = hvd.Compression.none
+            return outer
+
+        adapter.LocalUpdates = make
         sys.argv = [name, *options]
         return example.main()
     make_model = example.make_model

