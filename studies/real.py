@@ -1,11 +1,12 @@
 """What each way to exchange costs in loss and in errors on real tasks, beside dense averaging; workers of torch.distributed.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 studies/real.py words --steps 2400
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 studies/real.py mnist --optimizer sgd --rows "SIDCo 0.01" "PowerSGD 4"
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 studies/real.py train words
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 studies/real.py train mnist --optimizer sgd --rows "SIDCo 0.01" "fp16"
+    python studies/real.py tables
 
 Each worker draws samples of its own part of the data. All rows have the same seeds and learning rate, and the compressor's own
-warm-up. Each run is a line of the log, and is not repeated while its line is there. Prints the held-out loss beside dense
-training, in percent, how many dense exchanges have as many bytes as a worker has sent, and the errors of the task.
+warm-up. Each run is a line of the log, and is not repeated while its line is there. `tables` prints the held-out loss beside
+dense training, in percent, how many dense exchanges have as many bytes as a worker has sent, and the errors of the task.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import around
+import around  # noqa: F401  (benchmarks can be imported after it)
 import markdown
 import torch
 import torch.distributed as dist
@@ -48,12 +49,13 @@ class Way:
     step: Callable[[], object]
     exchanges: Callable[[int], float]
     """After so many steps: dense exchanges with as many bytes as a worker has sent."""
-    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """The block of forward and backward."""
+    block: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """What is around forward and backward."""
     end: Callable[[], object] = lambda: None
 
 
 Make = Callable[[nn.Module, Optimizer], Way]
+NAMES = {ADAMW: "AdamW", SGD: "SGD with momentum"}
 
 
 def dense(model: nn.Module, optimizer: Optimizer) -> Way:
@@ -89,14 +91,14 @@ def sent(compression: Any, model: nn.Module) -> float:
 def plain(ratio: float, ahead: float, model: nn.Module, optimizer: Optimizer) -> Way:
     parallel, compression = DistributedDataParallel(model), SIDCo(ratio)
     register(parallel, compression, optimizer)
-    around = partial(compression.ahead, parallel, ahead) if ahead else contextlib.nullcontext
-    return Way(parallel, optimizer.step, lambda _: sent(compression, model), around)
+    block = partial(compression.ahead, parallel, ahead) if ahead else contextlib.nullcontext
+    return Way(parallel, optimizer.step, lambda _: sent(compression, model), block)
 
 
 def local(compression: Callable[[], Any], every: int, ahead: float, model: nn.Module, optimizer: Optimizer) -> Way:
     updates = LocalUpdates(optimizer, model, compression(), every=every)
-    around = partial(updates.ahead, ahead) if ahead else contextlib.nullcontext
-    return Way(model, updates.step, lambda _: sent(updates.compression, model), around, updates.synchronize)
+    block = partial(updates.ahead, ahead) if ahead else contextlib.nullcontext
+    return Way(model, updates.step, lambda _: sent(updates.compression, model), block, updates.synchronize)
 
 
 def outer(every: int, model: nn.Module, optimizer: Optimizer) -> Way:
@@ -144,7 +146,7 @@ def train(task: Task, optimizer_name: str, row: str, rate: float, steps: int, se
             group["lr"] = rate_at(step, steps, rate)
         x, y = task.data.draw(parts[rank], generator)
         optimizer.zero_grad()
-        with way.around():
+        with way.block():
             task.data.loss(way.model(x), y).backward()
         way.step()
     way.end()
@@ -153,42 +155,90 @@ def train(task: Task, optimizer_name: str, row: str, rate: float, steps: int, se
     return result | task.data.errors(model, held_out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=[name for name, task in TASKS.items() if hasattr(task.data, "errors")])
-    parser.add_argument("--optimizer", choices=[SGD, ADAMW], default=ADAMW)
-    parser.add_argument("--rate", type=float, help="the learning rate; that of the task by default")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW", help="beside dense")
-    parser.add_argument("--steps", type=int, nargs="+", default=[2400])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=around.ROOT / "build" / "real.jsonl")
-    args = parser.parse_args()
+class Key(NamedTuple):
+    """What a line of the log is of."""
+
+    task: str
+    optimizer: str
+    rate: str
+    row: str
+    workers: int
+    steps: int
+    seed: int
+
+    @property
+    def title(self) -> str:
+        return " | ".join(map(str, self))
+
+    @classmethod
+    def of(cls, title: str) -> Key:
+        task, optimizer, rate, row, workers, steps, seed = title.split(" | ")
+        return cls(task, optimizer, rate, row, int(workers), int(steps), int(seed))
+
+
+def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world, task, log = dist.get_world_size(), TASKS[args.task], Log(args.results)
+    task, log = TASKS[args.task], Log(args.log)
     rate = args.rate or task.rates[args.optimizer][0]
-    table: list[list[str]] = []
-    losses: dict[int, list[float]] = {}
-    errors: list[str] = []
-    for steps, row in itertools.product(args.steps, dict.fromkeys([DENSE, *args.rows])):
-        results = []
-        for seed in range(args.seeds):
-            known = f"{args.task} {args.optimizer} {rate:g} {row} {world} {steps} {seed}"
-            # All workers have read the same log.
-            dist.barrier()
-            found = log.known.get(known) or train(task, args.optimizer, row, rate, steps, seed)
-            if dist.get_rank() == 0:
-                log.run(known, found.copy)
-            log.known[known] = found
-            results.append(found)
-        dense_losses = losses.setdefault(steps, [result["loss"] for result in results])
-        errors = [name for name in results[0] if name not in ("loss", "exchanges")]
-        means = [f"{statistics.fmean(result[name] for result in results):.2f}" for name in errors]
-        table.append([str(world), str(steps), row, *cells(results, dense_losses), *means])
-    if dist.get_rank() == 0:
-        print(f"{args.task}, {args.optimizer}, rate {rate:g}, {args.seeds} seeds\n")
-        print(markdown.table(["workers", "steps", "row", *CELLS, *errors], table, 3))
+    # All seeds of a row follow each other, and dense training comes first: its lines are what the others stand beside.
+    for steps, row, seed in itertools.product(args.steps, dict.fromkeys([DENSE, *args.rows]), range(args.seeds)):
+        key = Key(args.task, args.optimizer, f"{rate:g}", row, dist.get_world_size(), steps, seed)
+        # All workers have read the same log.
+        dist.barrier()
+        if key.title in log.known:
+            continue
+        found = train(task, args.optimizer, row, rate, steps, seed)
+        if dist.get_rank() == 0:
+            log.run(key.title, found.copy)
+            print(key.title, found, flush=True)
     dist.destroy_process_group()
+
+
+def tables(log: Path) -> str:
+    """A table for each task, optimizer, rate, length and number of workers."""
+    known = {Key.of(title): found for title, found in Log(log).known.items()}
+    texts = []
+    for setting in dict.fromkeys((one.task, one.optimizer, one.rate, one.workers, one.steps) for one in known):
+        task, optimizer, rate, workers, steps = setting
+        lines = []
+        errors: list[str] = []
+        dense: dict[int, float] = {}
+        for row in ROWS:
+            found = {
+                key.seed: result
+                for key, result in known.items()
+                if (key.task, key.optimizer, key.rate, key.workers, key.steps) == setting and key.row == row
+            }
+            if not found:
+                continue
+            dense = dense or {seed: result["loss"] for seed, result in found.items()}
+            results = [*found.values()]
+            errors = [name for name in results[0] if name not in ("loss", "exchanges")]
+            means = [f"{statistics.fmean(result[name] for result in results):.2f}" for name in errors]
+            lines.append([row, *cells(results, [dense[seed] for seed in found]), *means])
+        title = f"{task}, {NAMES[optimizer]} with rate {rate}, {workers} workers, {steps} steps, {len(dense)} seeds"
+        texts.append(f"{title}:\n\n{markdown.table(['row', *CELLS, *errors], lines, 1)}")
+    return "\n\n".join(texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--log", type=Path, default=Path(__file__).with_suffix(".jsonl"))
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="under torchrun")
+    training.add_argument("task", choices=[name for name, task in TASKS.items() if hasattr(task.data, "errors")])
+    training.add_argument("--optimizer", choices=NAMES, default=ADAMW)
+    training.add_argument("--rate", type=float, help="the learning rate; that of the task by default")
+    training.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW", help="beside dense")
+    training.add_argument("--steps", type=int, nargs="+", default=[2400])
+    training.add_argument("--seeds", type=int, default=3)
+    commands.add_parser("tables", help="print what is in the log")
+    args = parser.parse_args()
+    if args.command == "train":
+        run(args)
+    else:
+        print(tables(args.log))
 
 
 if __name__ == "__main__":
