@@ -179,7 +179,7 @@ class Key(NamedTuple):
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    task, log = TASKS[args.task], Log(args.log)
+    task, log = TASKS[args.task], Log(args.results)
     rate = args.rate or task.rates[args.optimizer][0]
     # All seeds of a row follow each other, and dense training comes first: its lines are what the others stand beside.
     for steps, row, seed in itertools.product(args.steps, dict.fromkeys([DENSE, *args.rows]), range(args.seeds)):
@@ -224,7 +224,7 @@ def tables(log: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log", type=Path, default=Path(__file__).with_suffix(".jsonl"))
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="under torchrun")
     training.add_argument("task", choices=[name for name, task in TASKS.items() if hasattr(task.data, "errors")])
@@ -238,7 +238,7 @@ def main() -> None:
     if args.command == "train":
         run(args)
     else:
-        print(tables(args.log))
+        print(tables(args.results))
 
 
 if __name__ == "__main__":
