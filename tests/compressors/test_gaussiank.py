@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.compressors import GaussianK
+from horovod_sparse.compressors.gaussiank import TOLERANCE
 from horovod_sparse.numpy.ops import NumpyOps
 from tests.harness.table import KINDS, gradients
 
@@ -70,3 +71,20 @@ def test_the_count_is_near_k_on_every_kind(kind: str, ratio: float) -> None:
     k = compressor.target_count(x.size)
     selection = compressor.select(OPS, x, k, x.size, compressor.new_state())
     assert abs(selection.found / k - 1) <= 0.1
+
+
+def test_a_step_uses_the_fit_times_what_the_steps_before_have_taught() -> None:
+    size, rng = 20_000, np.random.default_rng(8)
+    compressor = GaussianK(0.01, warmup=None)
+    k, state = compressor.target_count(size), compressor.new_state()
+    accepted = 0
+    for _ in range(20):
+        x, factor = gradients("laplace", size, rng), state.factor
+        eta = factor * -NormalDist().inv_cdf(k / size / 2) * np.sqrt(np.mean(x.astype(float) ** 2))
+        selection = compressor.select(OPS, x, k, size, state)
+        above = np.flatnonzero(np.abs(x) > np.float32(eta))
+        if abs(above.size - k) <= TOLERANCE * k:
+            accepted += 1
+            np.testing.assert_array_equal(selection.indices, above)
+            assert state.threshold == pytest.approx(eta, rel=1e-6)
+    assert accepted >= 15

@@ -59,6 +59,19 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str) ->
     assert not backend.numpy(worker.residuals.views["p"]).any()
 
 
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_any_ascending_indices_are_taken(backend: Backend) -> None:
+    x = np.arange(8, dtype=np.float32)
+
+    class Mine(TopK):
+        def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
+            return some(0, 1, 4, 6, found=5)(ops, x)
+
+    worker = make_worker(backend, Mine(0.5, min_numel=0, warmup=None), {"p": (8,)})
+    take_step(backend, [worker], [{"p": x}])
+    assert backend.numpy(worker.residuals.views["p"]).tolist() == [0, 0, 2, 3, 0, 5, 0, 7]
+
+
 def test_a_device_is_not_waited_for() -> None:
     """Whoever asks what is in an array on the device "meta" gets an error."""
     torch = pytest.importorskip("torch")

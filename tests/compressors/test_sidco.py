@@ -198,7 +198,15 @@ def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() ->
     x[:40] = np.arange(1, 41)
     for _ in range(30):
         assert compressor.select(OPS, x, 100, 125, state).indices.tolist() == list(range(40))
-    assert state.controller == compressor.new_state().controller
+    assert state.controller == compressor.new_state().controller and state.threshold == 0.0
+
+
+@pytest.mark.parametrize(("found", "power"), [(850, 0.1), (1100, 0.1), (700, 0.5), (1500, 0.5)])
+def test_the_aim_follows_a_count_that_is_far_from_k_faster(found: int, power: float) -> None:
+    compressor = SIDCo(0.01, warmup=None)
+    state = compressor.new_state()
+    compressor.learn(state, 1000, 100_000, 1000, found)
+    assert state.aim == pytest.approx((1000 / found) ** power)
 
 
 @on_every_backend

@@ -2,8 +2,8 @@
 
 When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
 compressors elsewhere: SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off by
-more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search. DGC does not
-lower a threshold that leaves too few: the k largest entries are sent.
+more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search. With one
+stage and a gamma distribution the k largest are always sent. So they are where a threshold of DGC's leaves too few.
 
 Tested by tests/kernels/gpu/test_kernels.py.
 """
@@ -205,7 +205,7 @@ class Sampled(Rule):
 
 @dataclass(frozen=True)
 class Fitted(Rule):
-    """The rule of SIDCo with a distribution whose fit is a formula."""
+    """The rule of SIDCo with adapt="robust"."""
 
     compressor: SIDCo
     numel: int
@@ -217,11 +217,15 @@ class Fitted(Rule):
         stages = state.controller.stages
         trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
         aim = max(1, round(state.aim * k))
+        # The last of several stages fits excesses, which are never of a gamma distribution (`SIDCo._tail_fit`).
+        tail = "exponential" if self.compressor.distribution == "exponential" else "gpareto"
         if stages == 1:
+            if self.compressor.distribution == "gamma":
+                return Request("largest")
             # The only stage fits the magnitudes of all entries that are not zero. These are the excesses over zero.
-            return Request(self.compressor.distribution, aim, 0.0, 1.0, trust=trust)
+            return Request(tail, aim, 0.0, 1.0, trust=trust)
         exponent, most = (stages - 2) / (stages - 1), sidco.MOST_TAIL
-        return Request(self.compressor.distribution, aim, state.cut, most, trust=trust, cut_exponent=exponent)
+        return Request(tail, aim, state.cut, most, trust=trust, cut_exponent=exponent)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         assert isinstance(state, SIDCoState)
@@ -262,6 +266,5 @@ def rule_of(compressor: Compressor, numel: int) -> Rule | None:
     if isinstance(compressor, DGC) and select is DGC.select:
         return Sampled(compressor, numel)
     if isinstance(compressor, SIDCo) and select is SIDCo.select:
-        formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
-        return Fitted(compressor, numel) if formula else None
+        return Fitted(compressor, numel) if compressor.adapt == "robust" else None
     return None

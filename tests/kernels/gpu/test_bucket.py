@@ -11,6 +11,7 @@ import torch
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.kernels.gpu.tiles import NUMBERS
@@ -32,7 +33,15 @@ def _worker(ops: TorchOps, compressor: Compressor, **where: Any) -> Worker:
 
 TRITON = Backend("torch-triton", TorchOps(), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _worker)
 DEFAULT = "sidco-exponential-robust"
-ESTIMATED = (DEFAULT, "sidco-gpareto-robust", "sidco-one-stage", "dgc", "dgc-momentum", "dgc-unmasked")
+ESTIMATED = (
+    DEFAULT,
+    "sidco-gamma-robust",
+    "sidco-gpareto-robust",
+    "sidco-one-stage",
+    "dgc",
+    "dgc-momentum",
+    "dgc-unmasked",
+)
 """What does not choose the same everywhere where an estimate is far off."""
 SAME = ("topk-union", "threshold", "redsync", "gaussiank", "micro", "micro-paper", "randomk", "randomblock-own")
 NAMES = ("topk", *ESTIMATED, *SAME)
@@ -44,7 +53,7 @@ def test_the_rows_select_on_the_device() -> None:
     for row in ROWS:
         _, bucket = laws.one_bucket(TRITON, row, 500, 0.1)
         assert bucket.device is not None
-    other = next(row for row in COMPRESSORS if row.name == "sidco-gamma-robust")
+    other = next(row for row in COMPRESSORS if row.name == "sidco-gamma-paper")
     assert laws.one_bucket(TRITON, other, 500, 0.1)[1].device is None
 
 
@@ -100,6 +109,26 @@ def test_it_does_what_numpy_does(name: str, options: dict[str, Any]) -> None:
         steps[number][1]["b"][17] = np.inf
     case = Case(steps, 0.05, options, saved_after=4, rates=(0.1, 0.1, 0.1, 0.05, 0.05))
     assert_same(observe(TRITON, row, case), observe(BACKENDS[0], row, case))
+
+
+def test_a_gamma_distribution_has_the_tail_of_a_generalised_pareto() -> None:
+    """Stages before the last, which alone differ, are not fitted on a device."""
+    rng = np.random.default_rng(3)
+    steps: list[Any] = [[gradients_of(SHAPES, rng) for _ in range(2)] for _ in range(12)]
+    gamma, gpareto = (
+        observe(TRITON, next(row for row in ROWS if row.name == f"sidco-{name}-robust"), Case(steps, 0.05))
+        for name in ("gamma", "gpareto")
+    )
+    assert_same(gamma, gpareto)
+
+
+def test_one_stage_of_a_gamma_distribution_sends_the_largest() -> None:
+    rng, gamma = np.random.default_rng(4), SIDCo(0.05, distribution="gamma", stages=1, warmup=None)
+    sides = [make_worker(TRITON, one, {"p": (600,)}) for one in (gamma, TopK(0.05, warmup=None))]
+    for _ in range(4):
+        gradient = gradients("laplace", 600, rng)
+        sent = [laws.send(TRITON, worker, gradient) for worker in sides]
+        np.testing.assert_array_equal(sent[0].indices, sent[1].indices)
 
 
 @pytest.mark.full

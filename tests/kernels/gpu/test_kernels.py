@@ -500,7 +500,6 @@ def test_what_does_not_select_on_the_device() -> None:
     for other in (
         GaussianK(0.1, refine="paper", warmup=None),
         TopK(0.1, clip=1.0, warmup=None),
-        SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),
     ):
         assert rule_of(other, 100) is None
