@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.checks import check_selection, check_unchanged
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.plan import stage_of
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.protocols import Exchange, Round
-from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
@@ -68,8 +69,10 @@ class Bucket:
         self.few = layout.numel // _FEW
         """The most entries above a cut that are noted."""
         # The tests hold the package's own classes to it.
-        self.is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        self._is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
         """Whether the selections are checked."""
+        self._watches = self._is_foreign
+        """Whether the next selection is watched: nothing may write to the buffer. The first one is."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does."""
         correction = compressor.momentum_correction
@@ -83,6 +86,20 @@ class Bucket:
         self.state = state
         if state.step not in self.stage.steps:
             self.stage = stage_of(self.compressor, self.layout, self.world, state.step)
+
+    def select(self) -> Selection:
+        """Return a selection from the buffer for this step. Nothing is taken."""
+        compressor, buffer, stage = self.compressor, self.buffer, self.stage
+        before = self.ops.copy(buffer) if self._watches else None
+        selection = compressor.select(self.tracked, buffer, stage.k, stage.capacity, self.state)
+        self.tracked.forget()
+        if self._is_foreign:
+            name = type(compressor).__name__
+            check_selection(name, selection, buffer, stage.capacity)
+            if before is not None:
+                check_unchanged(name, before, buffer)
+            self._watches = False
+        return selection
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket in this step."""
