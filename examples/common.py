@@ -193,7 +193,7 @@ def measure_traffic(compression: Any, parameters: int, hvd: ModuleType) -> Traff
         return Traffic(bytes_per_step=0.0, ratio=1.0)
     if hasattr(compression, "stats"):
         mean = compression.stats().mean
-        return Traffic(bytes_per_step=mean.total.bytes_sent + mean.dense_bytes_sent, ratio=mean.total.ratio)
+        return Traffic(bytes_per_step=mean.bytes_sent, ratio=mean.total.ratio)
     itemsize = 2 if compression is hvd.Compression.fp16 else 4
     return Traffic(bytes_per_step=allreduce_bytes(parameters * itemsize, hvd.size()), ratio=1.0)
 

@@ -5,18 +5,20 @@ Tested by tests/core/test_machine.py.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_selection, check_unchanged
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.plan import stage_of
+from horovod_sparse.core.plan import stage_of, warmup_steps
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
+_log = logging.getLogger("horovod_sparse")
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
 _FEW = 4
@@ -35,6 +37,7 @@ class Bucket:
         buffer: the residual, which belongs to `Feedback`.
         velocity: an array like it; None without momentum before the selection.
         device_selector: see `DeviceSelectorFor`.
+        speaks: whether the log says for all buckets here that the warm-up has ended.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
+        *,
+        speaks: bool,
     ) -> None:
         self.ops, self.compressor, self.layout = ops, compressor, layout
         self.buffer, self.velocity = buffer, velocity
@@ -66,6 +71,7 @@ class Bucket:
         """What is sent in the next step, or in the one that has begun."""
         self.tracked = ops.tracked(buffer)
         """The operations for the residual."""
+        self._speaks = speaks
         self.few = layout.numel // _FEW
         """The most entries above a cut that are noted."""
         # The tests hold the package's own classes to it.
@@ -86,6 +92,11 @@ class Bucket:
         self.state = state
         if state.step not in self.stage.steps:
             self.stage = stage_of(self.compressor, self.layout, self.world, state.step)
+            if self._speaks and state.step == warmup_steps(self.compressor):
+                name, ratio = type(self.compressor).__name__, self.compressor.schedule.final
+                _log.info(
+                    "%s: the warm-up has ended after %d steps; from now on the ratio is %g", name, state.step, ratio
+                )
 
     def select(self) -> Selection:
         """Return a selection from the buffer for this step. Nothing is taken."""

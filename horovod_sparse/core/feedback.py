@@ -68,8 +68,9 @@ class Feedback:
             array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio, layout.numel)
             buffer = self.residuals.allocate(layout, array)
             velocity = None if self.compressor.momentum is None else self.velocities.allocate(layout, array)
-            selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
+            memory, selector = (buffer, velocity), self._device_selector
+            speaks = self.position == 0 and not layout.is_dense and not self.compressed
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, *memory, selector, speaks=speaks)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
