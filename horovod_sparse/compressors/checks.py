@@ -114,6 +114,16 @@ def check_selection(name: str, selection: Selection, x: Array, capacity: int) ->
     return selection
 
 
+def check_unchanged(name: str, before: Array, x: Array) -> None:
+    """Raise ValueError if `select` of the class `name` has written to x, of which `before` is a copy. Waits for a device."""
+    changed = int((before != x).sum())
+    if changed:
+        raise ValueError(
+            f"{name}.select must not write to x, the gradient with what waits, but has changed {changed} of {len(x)} entries; "
+            "compute with a copy: ops.copy(x), or x.abs() and the like, which make arrays of their own"
+        )
+
+
 def _flaw(selection: object, x: Array, capacity: int) -> tuple[type[Exception], str]:
     """Return what is wrong with a selection from `x`, and the class of its error; "" if nothing is."""
     if not isinstance(selection, Selection):
