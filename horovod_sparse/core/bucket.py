@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
-from horovod_sparse.compressors.checks import check_selection, check_unchanged
+from horovod_sparse.compressors.checks import Checked
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.plan import stage_of, warmup_steps
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.protocols import Exchange, Round
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops
 
 _log = logging.getLogger("horovod_sparse")
 _LASTING, _FEW_STEPS = 100, 5
@@ -75,10 +75,9 @@ class Bucket:
         self.few = layout.numel // _FEW
         """The most entries above a cut that are noted."""
         # The tests hold the package's own classes to it.
-        self._is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
-        """Whether the selections are checked."""
-        self._watches = self._is_foreign
-        """Whether the next selection is watched: nothing may write to the buffer. The first one is."""
+        is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        self.select = Checked(compressor) if is_foreign else compressor.select
+        """The compressor's `select`."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does."""
         correction = compressor.momentum_correction
@@ -97,20 +96,6 @@ class Bucket:
                 _log.info(
                     "%s: the warm-up has ended after %d steps; from now on the ratio is %g", name, state.step, ratio
                 )
-
-    def select(self) -> Selection:
-        """Return a selection from the buffer for this step. Nothing is taken."""
-        compressor, buffer, stage = self.compressor, self.buffer, self.stage
-        before = self.ops.copy(buffer) if self._watches else None
-        selection = compressor.select(self.tracked, buffer, stage.k, stage.capacity, self.state)
-        self.tracked.forget()
-        if self._is_foreign:
-            name = type(compressor).__name__
-            check_selection(name, selection, buffer, stage.capacity)
-            if before is not None:
-                check_unchanged(name, before, buffer)
-            self._watches = False
-        return selection
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket in this step."""

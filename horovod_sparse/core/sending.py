@@ -172,7 +172,9 @@ class Sending:
         return message
 
     def select(self) -> Selection:
-        selection = self.bucket.select()
+        tracked = self.bucket.tracked
+        selection = self.bucket.select(tracked, self.buffer, self.stage.k, self.capacity, self.state)
+        tracked.forget()
         self.outcome = Outcome(len(selection.indices), selection.found - len(selection.indices))
         return selection
 
