@@ -2,6 +2,7 @@
 
     python benchmarks/selection.py [--sizes 25M] [--ratios 0.001] [--threads 1] [--memory]
     python benchmarks/selection.py --sizes 8M --data signs zeros
+    python benchmarks/selection.py --rows TopK --compression mine:RMSThreshold
     HOROVOD_SPARSE_KERNELS=avx2 python benchmarks/selection.py
 
 Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch: the gradient is taken in,
@@ -17,12 +18,14 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import product
+from pathlib import Path
 
 import machine
 import markdown
@@ -35,6 +38,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from horovod_sparse.tools.quantities import parse_count
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from own import own_class
 
 ELEMENTS = 2_000_000
 """Steps of small buckets are repeated until this many elements have been processed."""
@@ -182,8 +188,14 @@ def main() -> None:
         choices=[*USUAL, *ODD],
         help="time the rows on these gradients beside Gaussian ones",
     )
+    add("--compression", type=own_class, metavar="CLASS", help="a compressor of one's own, module:Class: one more row")
     arguments = options.parse_args()
+    own = arguments.compression
+    if own is not None and arguments.memory:
+        options.error("--memory must be left out with --compression: it is measured for the package's own rows")
     cases = [case for case in CASES if any(text.lower() in case.title.lower() for text in arguments.rows)]
+    if own is not None:
+        cases.append(Case(own.__name__, partial(own, warmup=None), {}))
     columns: Sequence[str] = COLUMNS
     if arguments.data:
         columns = ("row", "Gaussian: units", *arguments.data)

@@ -1,6 +1,7 @@
 """Time whole training steps, dense and sparse, in turns, beside what else one could pick; under any launcher.
 
     mpirun -np 2 python benchmarks/step_time.py
+    mpirun -np 2 python benchmarks/step_time.py --rows "SIDCo 0.01" --compression mine:RMSThreshold
     mpirun -np 2 python benchmarks/step_time.py --model many --parameters 5000 --elements 20 --rows "dense fp32" "SIDCo 0.001"
     sudo .venv/bin/python benchmarks/hosts.py --hosts 2 --rate 1gbit -- .venv/bin/python benchmarks/step_time.py --model linear
 
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import machine
 import markdown
 import torch
 from passes import Passes, sizes_of
-from step_contenders import ADAMW_ALONE, ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task
+from step_contenders import ADAMW_ALONE, ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task, sparse
 from torch import nn
 from tqdm import tqdm
 
@@ -36,6 +38,7 @@ from horovod_sparse.compressors.base import BUCKET_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common
+from own import bound, own_class
 
 SETTLING = 40
 """Rounds that are neither timed nor counted: residuals and thresholds grow, and Horovod learns the messages."""
@@ -99,13 +102,14 @@ def quartiles(seconds: list[float]) -> list[float]:
 def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
     """All contenders that were asked for, whose models start alike; sparse ones once for each size of the buckets."""
     sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib} or {"": BUCKET_BYTES}
-    for name, make in CONTENDERS.items():
+    own = {f"{cls.__name__} 0.01": partial(sparse, partial(bound(cls, hvd), 0.01)) for cls in args.compression}
+    for name, make in (CONTENDERS | own).items():
         between_hosts = name.startswith("FSDP") or name.endswith("between hosts")
         # Rows of AdamW are compared with its own computation.
-        wanted = {ALONE, DENSE, *args.rows} | {ADAMW_ALONE for row in args.rows if row.startswith("AdamW")}
+        wanted = {ALONE, DENSE, *args.rows, *own} | {ADAMW_ALONE for row in args.rows if row.startswith("AdamW")}
         if name not in wanted or (between_hosts and hvd.size() == hvd.local_size()):
             continue
-        for suffix, granularity in sizes.items() if name in SPARSE else [("", BUCKET_BYTES)]:
+        for suffix, granularity in sizes.items() if name in SPARSE or name in own else [("", BUCKET_BYTES)]:
             torch.manual_seed(0)
             model = task.model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -166,6 +170,8 @@ def parse() -> argparse.Namespace:
     add("--model", choices=MODELS, default="linear", help=models)
     rows = f"beside {ALONE!r} and {DENSE!r}"
     add("--rows", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="ROW", help=rows)
+    text = "compressors of one's own, module:Class: rows at ratio 0.01"
+    add("--compression", type=own_class, nargs="+", default=[], metavar="CLASS", help=text)
     add("--rounds", type=int, default=100, help="timed steps of each contender")
     add("--bucket-mib", type=float, nargs="+", default=[], metavar="MIB", help="of sparse contenders, a row for each")
     add("--batch-size", type=int, default=2, help="samples per worker and step")

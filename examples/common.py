@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from own import bound, own_class
 from tqdm import tqdm
 
 from horovod_sparse.compressors import COMPRESSORS
@@ -37,14 +38,32 @@ RANDOM = ("randomk", "randomblock")
 """Choices that train only where gradients know of what waits."""
 
 
+def compression_name(text: str) -> str:
+    """What is given for `--compression`, if there is such a compression."""
+    if text not in COMPRESSIONS and ":" not in text:
+        raise argparse.ArgumentTypeError(
+            f"--compression must be one of {', '.join(COMPRESSIONS)} or module:Class, got {text!r}"
+        )
+    if ":" in text:
+        own_class(text)
+    return text
+
+
+def class_of(name: str, hvd: ModuleType) -> Any:
+    """The class of a compressor by its name."""
+    return bound(own_class(name), hvd) if ":" in name else getattr(hvd, CLASSES[name])
+
+
 def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
     """The options that every example has, with the example's own defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
         "--compression",
-        choices=COMPRESSIONS,
+        type=compression_name,
         default="sidco",
-        help="none and fp16 are Horovod's own; noop sends every gradient entry the sparse way",
+        metavar="NAME",
+        help=f"{', '.join(COMPRESSIONS)}, or module:Class for a compressor of one's own; none and fp16 are Horovod's, noop "
+        "sends every gradient entry the sparse way",
     )
     parser.add_argument("--ratio", type=float, default=ratio, help="part of the gradient entries to send")
     parser.add_argument(
@@ -127,11 +146,10 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         case "dgc":
             return hvd.DGC(ratio, seed=args.seed, **common)
         case "randomk" | "randomblock":
-            cls = getattr(hvd, CLASSES[args.compression])
-            return cls(ratio, seed=args.seed, **common)
+            return class_of(args.compression, hvd)(ratio, seed=args.seed, **common)
         case "threshold":
             return hvd.Threshold(args.threshold, ratio=ratio, **common)
-    return getattr(hvd, CLASSES[args.compression])(ratio, **common)
+    return class_of(args.compression, hvd)(ratio, **common)
 
 
 def optimizer_momentum(compression: Any, args: argparse.Namespace) -> float:
@@ -175,7 +193,7 @@ def measure_traffic(compression: Any, parameters: int, hvd: ModuleType) -> Traff
         return Traffic(bytes_per_step=0.0, ratio=1.0)
     if hasattr(compression, "stats"):
         mean = compression.stats().mean
-        return Traffic(bytes_per_step=mean.total.bytes_sent + mean.dense_bytes_sent, ratio=mean.total.ratio)
+        return Traffic(bytes_per_step=mean.bytes_sent, ratio=mean.total.ratio)
     itemsize = 2 if compression is hvd.Compression.fp16 else 4
     return Traffic(bytes_per_step=allreduce_bytes(parameters * itemsize, hvd.size()), ratio=1.0)
 

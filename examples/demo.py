@@ -2,6 +2,7 @@
 
     python examples/demo.py
     python examples/demo.py --framework tensorflow
+    python examples/demo.py --compression mine:RMSThreshold
 
 Prints one table and draws one picture. Needs mpirun or horovodrun; a worker is one process with one thread.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from closing import Row, closing_table
+from own import own_class
 
 EXAMPLES = Path(__file__).resolve().parent
 FRAMEWORKS = ("torch", "tensorflow", "keras")
@@ -54,6 +56,12 @@ ADAMW = tuple(
     for run, more in ((RUNS[0], ()), (RUNS[2], ("--local-updates",)))
 )
 """With PyTorch. `LocalUpdates` exchanges movements in place of gradients."""
+
+
+def own_run(text: str) -> Run:
+    """The run of a compressor of one's own, `module:Class`."""
+    name = own_class(text).__name__
+    return Run(f"{name}-0.01", f"{name} 0.01", ("--compression", text, "--ratio", "0.01"), "#009e73")
 
 
 TRANSPORTS = ("horovod", "ddp")
@@ -186,6 +194,8 @@ def main() -> None:
         default=Path("demo-output"),
         help="folder for logs and picture, in a folder per framework",
     )
+    text = "a compressor of one's own, module:Class: one more run, at ratio 0.01"
+    parser.add_argument("--compression", type=own_run, metavar="CLASS", help=text)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, help="epochs per run (default: that of the example)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run is stopped")
@@ -197,7 +207,8 @@ def main() -> None:
     output = args.output / ("ddp" if through_ddp else args.framework)
     output.mkdir(parents=True, exist_ok=True)
 
-    runs = (*RUNS, *ADAMW) if args.framework == "torch" else RUNS
+    drawn = RUNS if args.compression is None else (*RUNS, args.compression)
+    runs = (*drawn, *ADAMW) if args.framework == "torch" else drawn
     print(
         f"Training examples/{script.name} {len(runs)} times on {args.workers} workers "
         f"({'torchrun' if through_ddp else launcher(args.workers)[0]}), same seed.",
@@ -221,7 +232,7 @@ def main() -> None:
         )
 
     picture = output / "accuracy-per-byte.png"
-    draw({run: epochs[run] for run in RUNS}, args.workers, picture)
+    draw({run: epochs[run] for run in drawn}, args.workers, picture)
     print(f"\n{table(epochs)}\n\nPicture: {picture}")
     print(
         "All workers are on this machine: the step times hold the cost of compressing, but hardly any of a network's."

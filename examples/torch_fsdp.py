@@ -18,7 +18,7 @@ import ddp as ranks
 import torch
 import torch.nn.functional as F
 from closing import Row, closing_table
-from common import CLASSES
+from common import class_of, compression_name
 from text import bits_per_character, read_corpus, sample
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,7 +42,9 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--replicas", type=int, default=2, help="of the model; each is held by as many ranks")
-    parser.add_argument("--compression", choices=["none", *CLASSES], default="sidco")
+    parser.add_argument(
+        "--compression", type=compression_name, default="sidco", help="none, or a compressor's name or class"
+    )
     parser.add_argument("--ratio", type=float, default=0.01, help="part of the entries to send")
     parser.add_argument("--lr", type=float, default=0.001, help="of AdamW")
     parser.add_argument(
@@ -54,6 +56,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.compression == "fp16":
+        parser.error("--compression fp16 is Horovod's; fully_shard has MixedPrecisionPolicy(reduce_dtype=...)")
     ranks.init()
     if ranks.size() % args.replicas:
         raise SystemExit(f"--replicas must divide the number of ranks, {ranks.size()}, got {args.replicas}")
@@ -69,7 +73,7 @@ def main() -> None:
     parameters: list[Any] = [*model.parameters()]
     held = 4.0 * sum(parameter.to_local().numel() for parameter in parameters)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    compression = None if dense else getattr(sparse, CLASSES[args.compression])(ratio=args.ratio)
+    compression = None if dense else class_of(args.compression, sparse)(ratio=args.ratio)
     if args.local_updates:
         if compression is None:
             raise SystemExit("--local-updates needs a sparsifier, got --compression none")

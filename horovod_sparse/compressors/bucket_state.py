@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -26,6 +28,8 @@ class Place(NamedTuple):
     """The number of workers."""
     ratio: float | None = None
     """That of the first step that is not dense; None: the final one."""
+    numel: int = 0
+    """The number of entries to select from; 0 if it is not known."""
 
 
 _FIXED = (int, float, str, tuple)
@@ -39,7 +43,7 @@ class BucketState:
     """What an algorithm carries from step to step for one bucket. Subclasses add fields."""
 
     saved: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that the next selection depends on: plain numbers, strings and lists."""
+    """Names of the fields that the next selection depends on: plain numbers, strings, lists and NumPy's arrays."""
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
     """Least and largest value of saved fields; a state outside these ranges is refused."""
 
@@ -58,8 +62,11 @@ class BucketState:
     """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `Union`)."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return everything that the next selection depends on, as plain numbers, strings and lists."""
-        return {name: copy.deepcopy(getattr(self, name)) for name in ("step", *self.saved)}
+        """Return everything that the next selection depends on, as plain numbers, strings and lists; arrays become lists."""
+        found = {name: getattr(self, name) for name in ("step", *self.saved)}
+        return {
+            name: one.tolist() if isinstance(one, np.ndarray) else copy.deepcopy(one) for name, one in found.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
@@ -71,12 +78,32 @@ class BucketState:
                 raise ValueError(
                     f"adaptive state must have {name} in [{least:g}, {most:g}], got {state[name]!r}; the state is damaged"
                 )
+        for name in self.saved:
+            self._check_array(name, state[name])
         self.adopt(state)
+
+    def _check_array(self, name: str, value: Any) -> None:
+        """Raise ValueError if a saved field is an array that the value does not fit. Its length must, if it is the bucket's."""
+        mine = getattr(self, name)
+        if not isinstance(mine, np.ndarray):
+            return
+        try:
+            shape = np.array(value, mine.dtype).shape
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"adaptive state must have numbers of {mine.dtype} in {name}: {error}; the state is damaged"
+            ) from error
+        if self.place.numel and mine.shape == (self.place.numel,) != shape:
+            raise ValueError(
+                f"adaptive state must have {name} of shape {mine.shape}, one for each entry of bucket {self.place.bucket!r}, "
+                f"got {shape}; load it with the buckets that it was saved with, or with granularity='layer'"
+            )
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
-            setattr(self, name, copy.deepcopy(state[name]))
+            mine, value = getattr(self, name), state[name]
+            setattr(self, name, np.array(value, mine.dtype) if isinstance(mine, np.ndarray) else copy.deepcopy(value))
 
     def copied(self) -> Self:
         """Return a copy that shares nothing with this one that can change: a step that fails goes back to it."""

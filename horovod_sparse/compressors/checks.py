@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.ops.protocol import Array, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection
+
+if TYPE_CHECKING:
+    from horovod_sparse.compressors.base import BucketState, Compressor
 
 
 def plain(value: Any) -> Any:
@@ -112,6 +115,30 @@ def check_selection(name: str, selection: Selection, x: Array, capacity: int) ->
             "Selection(ops.indices(chosen, x), len(chosen)), or what ops.select_largest returns"
         )
     return selection
+
+
+class Checked:
+    """Does as `Compressor.select` of a class that is not this package's, and checks it.
+
+    Each selection is checked. The first time so is x, which nothing may write to; a device is waited for.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._is_first = True
+
+    def __call__(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        name, before = type(self._compressor).__name__, ops.copy(x) if self._is_first else x
+        selection = self._compressor.select(ops, x, k, capacity, state)
+        check_selection(name, selection, x, capacity)
+        changed = int((before != x).sum()) if self._is_first else 0
+        if changed:
+            raise ValueError(
+                f"{name}.select must not write to x, the gradient with what waits, but has changed {changed} of {len(x)} "
+                "entries; compute with a copy: ops.copy(x), or x.abs() and the like, which make arrays of their own"
+            )
+        self._is_first = False
+        return selection
 
 
 def _flaw(selection: object, x: Array, capacity: int) -> tuple[type[Exception], str]:

@@ -136,7 +136,7 @@ class LocalUpdates:
         if self._unfit():
             self.skip()
             return None
-        self._rounds.begin_step(self.param_groups)
+        self._rounds.begin_step(self.optimizer)
         try:
             loss = self._step_alone(closure)
         except Exception as error:
@@ -150,7 +150,7 @@ class LocalUpdates:
     def skip(self) -> None:
         """Count a step that this worker leaves out: where it has moved to since the last exchange is exchanged all the same."""
         if self._rounds.active:
-            self._rounds.begin_step(self.param_groups)
+            self._rounds.begin_step(self.optimizer)
             self._rounds.end_step()
 
     def synchronize(self) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from horovod_sparse.contrib.lengths import Lengths
 from horovod_sparse.contrib.torch_meeting import Meeting
-from horovod_sparse.contrib.torch_movement import Groups, Movement
+from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.contrib.torch_workers import MovementSource
-from horovod_sparse.core.agreement import Description
+from horovod_sparse.core.agreement import Description, steps_made, warn_of_no_state
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -70,10 +70,12 @@ class Rounds:
         return self._source.active
 
     @torch.no_grad()
-    def begin_step(self, groups: Groups) -> None:
-        """Note where the parameters are, and which of them a step of an optimizer with these groups trains."""
+    def begin_step(self, optimizer: Any) -> None:
+        """Note where the parameters are, and which of them a step of the optimizer trains."""
+        if self._age == 0 and self._transport.position == 0:
+            warn_of_no_state(steps_made(optimizer), "LocalUpdates")
         follow(self._parts)
-        self.movement.begin(groups)
+        self.movement.begin(optimizer.param_groups)
 
     def end_step(self, problem: Exception | None = None) -> None:
         """Count a step, which this worker has given up because of a `problem`, if any. Exchange after the last of a round."""

@@ -142,6 +142,25 @@ def advice(
     )
 
 
+def steps_made(optimizer: object) -> int:
+    """Return how many steps an optimizer of PyTorch has counted in its state; 0 if it counts none, as SGD."""
+    states: Any = getattr(optimizer, "state", None) or {}
+    counts = (one["step"] for one in states.values() if isinstance(one, Mapping) and "step" in one)
+    return int(next(counts, 0))
+
+
+def warn_of_no_state(steps: int, whose: str = "compression") -> None:
+    """Warn if an optimizer has made `steps`, while no state was loaded of what reduces its gradients before the first one."""
+    # Horovod's broadcast and PyTorch's checkpoints let a new optimizer make one step.
+    if steps > 1 and not is_elastic():
+        warnings.warn(
+            f"horovod_sparse: the optimizer has made {steps} steps, but no state of {whose} was loaded: the warm-up begins "
+            f"anew, and what had waited is lost. To go on with a run, call {whose}.load_state_dict(...) on all ranks, too, "
+            "before the first step (docs/running.md)",
+            stacklevel=1,
+        )
+
+
 def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> None:
     """Refuse to apply momentum twice: by the compressor before the selection, and by the optimizer after the reduction."""
     momentum = next((group["momentum"] for group in groups if group.get("momentum")), None)

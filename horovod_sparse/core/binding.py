@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.state import check_parts
@@ -68,7 +68,7 @@ class BoundCompressor(Compressor):
     def choose_alone(self, ops: Ops, x: Array) -> Array:
         """Return the indices of the entries of `x` to send outside of any bucket; `x` is flat, finite and not empty."""
         k = self.target_count(len(x))
-        state = self.new_state()
+        state = self.new_state(Place(numel=len(x)))
         # Random choices differ from call to call.
         state.step = self._calls
         self._calls += 1

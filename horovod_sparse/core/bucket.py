@@ -5,17 +5,20 @@ Tested by tests/core/test_machine.py.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.checks import Checked
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.plan import stage_of
+from horovod_sparse.core.plan import stage_of, warmup_steps
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.ops.protocol import Array, Ops
 
+_log = logging.getLogger("horovod_sparse")
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
 _FEW = 4
@@ -34,6 +37,7 @@ class Bucket:
         buffer: the residual, which belongs to `Feedback`.
         velocity: an array like it; None without momentum before the selection.
         device_selector: see `DeviceSelectorFor`.
+        speaks: whether the log says for all buckets here that the warm-up has ended.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
+        *,
+        speaks: bool,
     ) -> None:
         self.ops, self.compressor, self.layout = ops, compressor, layout
         self.buffer, self.velocity = buffer, velocity
@@ -65,11 +71,13 @@ class Bucket:
         """What is sent in the next step, or in the one that has begun."""
         self.tracked = ops.tracked(buffer)
         """The operations for the residual."""
+        self._speaks = speaks
         self.few = layout.numel // _FEW
         """The most entries above a cut that are noted."""
         # The tests hold the package's own classes to it.
-        self.is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
-        """Whether the selections are checked."""
+        is_foreign = not type(compressor).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        self.select = Checked(compressor) if is_foreign else compressor.select
+        """The compressor's `select`."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does."""
         correction = compressor.momentum_correction
@@ -83,6 +91,11 @@ class Bucket:
         self.state = state
         if state.step not in self.stage.steps:
             self.stage = stage_of(self.compressor, self.layout, self.world, state.step)
+            if self._speaks and state.step == warmup_steps(self.compressor):
+                name, ratio = type(self.compressor).__name__, self.compressor.schedule.final
+                _log.info(
+                    "%s: the warm-up has ended after %d steps; from now on the ratio is %g", name, state.step, ratio
+                )
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket in this step."""

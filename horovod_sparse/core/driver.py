@@ -13,13 +13,12 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import agree_on_states
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
-from horovod_sparse.core.plan import planned, rounds_of
+from horovod_sparse.core.plan import bytes_beside_dense, most_workers, planned
 from horovod_sparse.core.sending import Sending
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of
 from horovod_sparse.core.step import Step, Wait, Write
 from horovod_sparse.core.store import Settle, Store
 from horovod_sparse.core.transport import Transport
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.ops.protocol import Array
 
@@ -173,11 +172,14 @@ def log_start(feedback: Feedback, kernels: str, advice: str = "") -> None:
         found = f"{len(buckets)} buckets, {entries} entries, {dense} parameters dense"
         hint = advice and f". {advice}"
         _log.info("%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, hint)
-        rounds = [one for bucket in buckets for one in rounds_of(compressor, bucket.numel, None, world)]
-        sent, dense_bytes = sum(one.bytes_sent(world) for one in rounds), allreduce_bytes(4 * numel, world)
+        sizes = [bucket.numel for bucket in buckets]
+        times = bytes_beside_dense(compressor, sizes, world)
         # Beside what is sent, a message has a few numbers.
-        if sent > 1.05 * dense_bytes > 0:
+        if times > 1.05:
+            most = most_workers(compressor, sizes, world)
+            pays = f"up to {most} workers it sends no more" if most > 1 else "with any number of workers it sends more"
             _log.warning(
-                f"{compressor!r} with {world} workers sends {sent / dense_bytes:.1f} times as many bytes as a dense allreduce "
-                "of float32; take a ratio that is as many times smaller, or MiCRO"
+                f"{compressor!r} with {world} workers sends {times:.1f} times as many bytes as a dense allreduce of float32; "
+                f"{pays}: take a ratio that is {times:.1f} times smaller, or MiCRO, or with DDP exchange between nodes alone, "
+                "by register(..., mesh=)"
             )

@@ -65,11 +65,12 @@ class Feedback:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         ratio = self.compressor.schedule.ratio(first_sparse_step(self.compressor, self.world))
         for layout in layouts:
-            array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio)
+            array, place = like(layout.name), Place(layout.name, self.position, self.world, ratio, layout.numel)
             buffer = self.residuals.allocate(layout, array)
             velocity = None if self.compressor.momentum is None else self.velocities.allocate(layout, array)
-            selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
+            memory, selector = (buffer, velocity), self._device_selector
+            speaks = self.position == 0 and not layout.is_dense and not self.compressed
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, *memory, selector, speaks=speaks)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
@@ -109,7 +110,8 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        Every parameter carries its bucket's adaptive state, so that different buckets can be built from it: one object for all
+        parameters of a bucket.
         "lr_in_residual" says whether residuals hold updates, or gradients.
         """
         return {
@@ -117,7 +119,9 @@ class Feedback:
             "lr_in_residual": self.compressor.lr_in_residual,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+            "adaptive": {
+                name: one for bucket in self.buckets for one in [bucket.state.state_dict()] for name in bucket.slots
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,24 @@ def rounds_of(compressor: Compressor, numel: int, ratio: float | None, world: in
     """Return the collectives of a bucket at a ratio; None is the final one."""
     k = compressor.target_count(numel, ratio)
     return compressor.exchange.rounds(numel, k, compressor.message_capacity(numel, k, world), world)
+
+
+def bytes_beside_dense(compressor: Compressor, sizes: Sequence[int], world: int) -> float:
+    """Return the bytes that buckets of these sizes send at the final ratio, divided by those of a dense float32 allreduce."""
+    rounds = [one for numel in sizes for one in rounds_of(compressor, numel, None, world)]
+    dense = allreduce_bytes(4 * sum(sizes), world)
+    return sum(one.bytes_sent(world) for one in rounds) / dense if dense else 0.0
+
+
+def most_workers(compressor: Compressor, sizes: Sequence[int], world: int) -> int:
+    """Return the largest number of workers, below `world`, that send no more bytes than a dense float32 allreduce does."""
+    workers = range(2, world)
+    return 1 + bisect_right(workers, 1.0, key=lambda number: bytes_beside_dense(compressor, sizes, number))
+
+
+def warmup_steps(compressor: Compressor) -> int:
+    """Return the number of steps until the ratio has come down to the end; 0 without a warm-up."""
+    return max((stair.stop for stair in compressor.schedule.stairs()), default=0)
 
 
 def first_sparse_step(compressor: Compressor, world: int) -> int:

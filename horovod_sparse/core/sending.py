@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.intake import Intake
@@ -173,11 +172,9 @@ class Sending:
         return message
 
     def select(self) -> Selection:
-        bucket, compressor = self.bucket, self.bucket.compressor
-        selection = compressor.select(bucket.tracked, self.buffer, self.stage.k, self.capacity, self.state)
-        bucket.tracked.forget()
-        if bucket.is_foreign:
-            check_selection(type(compressor).__name__, selection, self.buffer, self.capacity)
+        tracked = self.bucket.tracked
+        selection = self.bucket.select(tracked, self.buffer, self.stage.k, self.capacity, self.state)
+        tracked.forget()
         self.outcome = Outcome(len(selection.indices), selection.found - len(selection.indices))
         return selection
 

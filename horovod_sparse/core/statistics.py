@@ -46,6 +46,11 @@ class StepStats:
     """Bytes sent for the parameters that are reduced dense; embeddings with sparse gradients are not counted."""
 
     @property
+    def bytes_sent(self) -> float:
+        """All bytes that this worker put on the network in a step: those of the buckets and `dense_bytes_sent`."""
+        return self.total.bytes_sent + self.dense_bytes_sent
+
+    @property
     def total(self) -> BucketStats:
         """The sums over the buckets (thresholds and stages: their mean; residual norms: the root of the sum of squares)."""
 
@@ -71,7 +76,9 @@ class Stats:
 
     steps: int
     last: StepStats
+    """The last step."""
     mean: StepStats
+    """A step on average over all of them: `mean.total` is the sum over the buckets of their means."""
 
     def __str__(self) -> str:
         """Return a table: entries, counts, achieved ratio and bytes of a worker in a step, on average over all steps."""

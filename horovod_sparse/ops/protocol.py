@@ -139,6 +139,9 @@ class Ops(Protocol):
     def indices(self, host: Any, like: Array) -> Array:
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
+    def as_numpy(self, array: Array) -> Any:
+        """Return the array as NumPy's, which must not be changed: the same memory on the host, a copy of a device's."""
+
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
         """Return all indices < `numel` (int64, ascending, unique) of `world` messages, in each after `header` numbers.
 

@@ -18,7 +18,14 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, description, is_elastic
+from horovod_sparse.core.agreement import (
+    check_arguments,
+    check_sparse,
+    compare,
+    description,
+    is_elastic,
+    warn_of_no_state,
+)
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter
 from horovod_sparse.core.plan import planned
@@ -53,6 +60,8 @@ class VariableSource:
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
+        self.steps_made: Callable[[], int] = lambda: 0
+        """Returns how many steps the optimizer has made, as far as it is known."""
         self.advice = ""
         """What the log says of the optimizer."""
         self.compressor = compressor
@@ -188,6 +197,8 @@ class VariableSource:
             raise
         self._agree([*given], new, sparse, "")
         driver = self.driver
+        if driver.feedback is None and driver.deferred is None and self._process_set.rank() == 0:
+            warn_of_no_state(self.steps_made())
         driver.extend(layouts, self.advice)
         self.sparse.extend(sparse)
         driver.sparse = self.sparse

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -49,6 +49,12 @@ def parse_number(name: str, text: str, *, most: float, example: str) -> float:
     if not 0.0 < number <= most:
         raise ArgumentTypeError(f"{name} must be a number > 0 and <= {most:g}, such as {example}, got {text!r}")
     return number
+
+
+def add_optimizer(parser: ArgumentParser) -> None:
+    """Add the option `--optimizer`."""
+    text = "what trains: adamw stands for all that divide by the size of the gradient; default: sgd"
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help=text)
 
 
 def _number(name: str, text: str, units: _Units, expected: str, least: Fraction = Fraction(0)) -> Fraction:

@@ -17,14 +17,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.tools.quantities import parse_count, parse_number
+from horovod_sparse.tools.quantities import add_optimizer, parse_count, parse_number
 
 if TYPE_CHECKING:
     from torch import nn
 
 ALONE = "none: computation alone"
-DENSE = ("dense fp32", "dense fp16", "PowerSGD rank 4")
+POWER = "PowerSGD rank 4"
+_HOOK = "model.register_comm_hook(None, default_hooks.{}_compress_hook)"
+WITH_HOROVOD = {"dense fp32": "hvd.Compression.none", "dense fp16": "hvd.Compression.fp16"}
+"""What is written for each dense exchange."""
+WITH_DDP = {
+    "dense fp32": "DDP as it is",
+    "dense fp16": _HOOK.format("fp16"),
+    "dense bf16": _HOOK.format("bf16"),
+    POWER: "DDP's powerSGD_hook",
+}
+"""The same under torchrun."""
 RATIOS = (0.01, 0.001)
+_WRAPPED, _REGISTER = "compression=SIDCo(ratio={})", "register(model, SIDCo(ratio={}))"
+_LOCAL = "LocalUpdates(adamw, model, SIDCo(ratio={}))"
+"""What is written for a sparse exchange: with Horovod, with DDP, and with AdamW with both."""
 WARM_STEPS = 4
 """Steps before the first that is timed. PowerSGD begins in the third, and thresholds have settled by then."""
 _NO_GAIN = 0.95
@@ -53,23 +66,26 @@ def advice(results: Sequence[Result]) -> str:
     fastest = min(one.median for one in others)
     # Of those that are as fast, the first changes least.
     chosen = next(one for one in others if _NO_GAIN * one.median <= fastest)
-    dense = min((one for one in others if one.title in DENSE), key=lambda one: one.median)
+    dense = min((one for one in others if one.title in WITH_DDP), key=lambda one: one.median)
     if _NO_GAIN * chosen.median < alone.median:
         return f"Use {chosen.use}: a step takes {chosen.median / alone.median:.2f} times as long as computation alone."
-    if chosen.title in DENSE:
+    if chosen.title in WITH_DDP:
         return f"Use {chosen.use}: no other exchange makes a step more than {100 * (1 - _NO_GAIN):.0f} % faster."
     return f"Use {chosen.use}: a step takes {chosen.median / dense.median:.2f} times as long as with {dense.use}."
 
 
 def table(results: Sequence[Result]) -> list[str]:
     """Return a Markdown table."""
-    lines = ["| exchange | bytes sent per step and worker | step, ms: median (quartiles) | beyond computation, ms |"]
-    lines.append("|---|---:|---:|---:|")
+    lines = [
+        "| exchange | bytes sent per step and worker | step, ms: median (quartiles) | beyond computation, ms | what to write |"
+    ]
+    lines.append("|---|---:|---:|---:|---|")
     for one in results:
         first, third = 1e3 * np.quantile(one.seconds, [0.25, 0.75])
         sent = "not counted" if one.bytes_sent is None else f"{one.bytes_sent:,.0f}"
         beyond = 1e3 * (one.median - results[0].median)
-        lines.append(f"| {one.title} | {sent} | {1e3 * one.median:.1f} ({first:.1f}–{third:.1f}) | {beyond:.1f} |")
+        times = f"{1e3 * one.median:.1f} ({first:.1f}–{third:.1f}) | {beyond:.1f}"
+        lines.append(f"| {one.title} | {sent} | {times} | {one.use and f'`{one.use}`'} |")
     return lines
 
 
@@ -151,32 +167,43 @@ Made = tuple[Any, Any, Any]
 """The model to call, its optimizer and its compression, if that counts bytes."""
 
 
-def _with_horovod(compression: str, model: nn.Module, optimizer: Any) -> Made:
+def _with_horovod(dense: str, model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    """Return what to call, and the optimizer, with a dense exchange."""
     hvd: Any = import_module("horovod_sparse.torch")
-    dense = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}
-    made = dense.get(compression) or hvd.SIDCo(ratio=float(compression), warmup=None)
-    named = model.named_parameters()
-    return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=made), made
+    made = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}[dense]
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=made)
 
 
-def _with_ddp(compression: str, model: nn.Module, optimizer: Any) -> Made:
+def _with_ddp(dense: str, model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    """Return the same under torchrun."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    from horovod_sparse.torch import SIDCo, register
-
     # PowerSGD in one bucket: with several, its callbacks race over Gloo.
-    made = DistributedDataParallel(model, bucket_cap_mb=1 << 20 if compression in DENSE[2:] else 25)
-    if compression == "dense fp16":
-        made.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif compression in DENSE[2:]:
+    made = DistributedDataParallel(model, bucket_cap_mb=1 << 20 if dense == POWER else 25)
+    if dense == POWER:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif compression != "dense fp32":
-        sparse = SIDCo(ratio=float(compression), warmup=None)
-        register(made, sparse, optimizer=optimizer)
-        return made, optimizer, sparse
-    return made, optimizer, None
+    elif dense != "dense fp32":
+        made.register_comm_hook(None, getattr(default_hooks, f"{dense.removeprefix('dense ')}_compress_hook"))
+    return made, optimizer
+
+
+def _sparse(ratio: float, model: nn.Module, optimizer: Any, line: str) -> Made:
+    """Return a contender with SIDCo, as a line of `_SPARSE` says."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from horovod_sparse.torch import LocalUpdates, SIDCo, register
+
+    made = SIDCo(ratio=ratio, warmup=None)
+    if line == _LOCAL:
+        return model, LocalUpdates(optimizer, model, made), made
+    if line == _REGISTER:
+        wrapped = DistributedDataParallel(model)
+        register(wrapped, made, optimizer=optimizer)
+        return wrapped, optimizer, made
+    hvd: Any = import_module("horovod_sparse.torch")
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=made), made
 
 
 def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
@@ -185,18 +212,22 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
 
     group, device = _group()
     under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
-    make = _with_ddp if under_ddp else _with_horovod
-    ddp = "DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook"
-    uses = {ALONE: "", **dict(zip(DENSE, ddp if under_ddp else ("Compression.none", "Compression.fp16"), strict=False))}
-    uses |= {f"SIDCo {ratio:g}": f"SIDCo(ratio={ratio:g})" for ratio in RATIOS}
+    dense, make = (WITH_DDP, _with_ddp) if under_ddp else (WITH_HOROVOD, _with_horovod)
+    # Gloo has no hook for bfloat16.
+    dense = {title: use for title, use in dense.items() if title != "dense bf16" or device.type == "cuda"}
+    line = _LOCAL if arguments.optimizer == "adamw" else _REGISTER if under_ddp else _WRAPPED
+    sparse = {f"SIDCo {ratio:g}": ratio for ratio in RATIOS}
+    uses = {ALONE: "", **dense, **{title: line.format(f"{ratio:g}") for title, ratio in sparse.items()}}
+    new = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.SGD
     contenders: list[Made] = []
     for title in uses:
         torch.manual_seed(0)
         model = _sleeper(arguments.parameters, arguments.step_ms / 1e3, group.rank).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        contenders.append(
-            (model, optimizer, None) if title == ALONE else make(title.removeprefix("SIDCo "), model, optimizer)
-        )
+        optimizer = new(model.parameters(), lr=1e-4)
+        if title in sparse:
+            contenders.append(_sparse(sparse[title], model, optimizer, line))
+        else:
+            contenders.append((*((model, optimizer) if title == ALONE else make(title, model, optimizer)), None))
 
     def step(contender: Made) -> float:
         called, stepper, _ = contender
@@ -218,10 +249,10 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
                 times.append(spent)
     slowest = np.max(group.everyone(seconds), axis=0)
     known = {"dense fp32": allreduce_bytes(4 * arguments.parameters, group.world), ALONE: 0.0}
-    known["dense fp16"] = known["dense fp32"] / 2
+    known["dense fp16"] = known["dense bf16"] = known["dense fp32"] / 2
     results = []
     for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
-        sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else known.get(title)
+        sent = known.get(title) if compression is None else compression.stats().last.total.bytes_sent
         results.append(Result(title, use, sent, times))
     return results, group.world, group.rank
 
@@ -236,6 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-ms", type=milliseconds, required=True, metavar="MS", help=text)
     text = "steps of each exchange; default: 10"
     add("--rounds", type=partial(parse_count, "rounds"), default=10, metavar="N", help=text)
+    add_optimizer(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

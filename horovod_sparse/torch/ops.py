@@ -171,6 +171,11 @@ class TorchOps(Ops):
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
         return torch.from_numpy(host).to(like.device)
 
+    def as_numpy(self, array: Tensor) -> NDArray[Any]:
+        on_host: NDArray[Any] = array.cpu().numpy()
+        on_host.flags.writeable = False
+        return on_host
+
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
         messages = gathered.view(world, -1)[:, header:]
         if min(self.rows_in_use(messages.flatten(), world, numel).tolist()) < 0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import advice
+from horovod_sparse.core.agreement import advice, steps_made, warn_of_no_state
 from horovod_sparse.core.driver import Driver
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter, Slot
@@ -42,7 +42,7 @@ class TensorSource(ABC):
         compressor: whose gradients these are.
         transport: the ranks that exchange.
         active: whether anything is compressed.
-        optimizer: only `lr_in_residual`, `ahead` and a sentence in the log look at it; None if it is not known.
+        optimizer: only `lr_in_residual`, `ahead`, a sentence in the log and a warning look at it; None if it is not known.
         place: see `Store`.
     """
 
@@ -174,7 +174,11 @@ class TensorSource(ABC):
         tensors = {name: parameter for parameter, name in new.items()}
         optimizer = self.optimizer
         hint = "" if optimizer is None else advice(type(optimizer).__name__, optimizer.param_groups)
-        self.driver.extend(described, tensors, hint, later)
+        driver = self.driver
+        is_new = driver.feedback is None and driver.deferred is None
+        driver.extend(described, tensors, hint, later)
+        if is_new and driver.transport.position == 0:
+            warn_of_no_state(steps_made(optimizer))
         self.names.update(new)
         self.parameters.update(tensors)
 

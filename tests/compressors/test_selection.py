@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "found no int": (some(1, 3, found=2.0), TypeError, "got found=2.0"),
     "floats": (some(1, 3, dtype="float"), TypeError, "got indices of type (torch.)?float.."),
     "a list": (lambda ops, x: Selection([1, 3], 2), TypeError, "got indices of type list for entries of type"),
+    "nothing": (lambda ops, x: None, TypeError, "got an object of type NoneType"),
     "no array": (lambda ops, x: ([1, 3], 2), TypeError, "got an object of type tuple"),
     "indices alone": (lambda ops, x: some(1, 3)(ops, x).indices, TypeError, "got an object of type (ndarray|Tensor)"),
 }
@@ -70,6 +71,34 @@ def test_any_ascending_indices_are_taken(backend: Backend) -> None:
     worker = make_worker(backend, Mine(0.5, min_numel=0, warmup=None), {"p": (8,)})
     take_step(backend, [worker], [{"p": x}])
     assert backend.numpy(worker.residuals.views["p"]).tolist() == [0, 0, 2, 3, 0, 5, 0, 7]
+
+
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_a_selection_that_writes_to_x_is_refused(backend: Backend) -> None:
+    """Also through NumPy's view of it, if that can be written to. `as_numpy` cannot."""
+
+    class Clips(TopK):
+        def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
+            selection = super().select(ops, x, *arguments)
+            np.asarray(x)[2:4] *= 0.5
+            return selection
+
+    class ByView(TopK):
+        def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
+            view = ops.as_numpy(x)
+            np.testing.assert_array_equal(view, np.arange(8.0))
+            assert view.dtype == np.float32 and np.shares_memory(view, np.asarray(x))
+            with pytest.raises(ValueError, match="read-only"):
+                view[0] = 1.0
+            return super().select(ops, x, *arguments)
+
+    gradient = {"p": np.arange(8, dtype=np.float32)}
+    take_step(backend, [make_worker(backend, ByView(0.5, min_numel=0, warmup=None), {"p": (8,)})], [gradient])
+    worker = make_worker(backend, Clips(0.5, min_numel=0, warmup=None), {"p": (8,)})
+    with pytest.raises(
+        ValueError, match=r"^Clips\.select must not write to x, .* has changed 2 of 8 entries; .* ops\.copy"
+    ):
+        take_step(backend, [worker], [gradient])
 
 
 def test_a_device_is_not_waited_for() -> None:

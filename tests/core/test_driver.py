@@ -12,10 +12,11 @@ from horovod_sparse.compressors import TopK
 from horovod_sparse.core.driver import Driver, log_start
 from horovod_sparse.core.feedback import Feedback
 from horovod_sparse.core.layout import Parameter
+from horovod_sparse.core.plan import warmup_steps
 from horovod_sparse.numpy.ops import NumpyOps
 from tests.harness.alone import Alone
 from tests.harness.table import ORACLE
-from tests.harness.workers import make_worker
+from tests.harness.workers import make_worker, make_workers, take_step
 
 SIZES = {"first": 400, "bias": 3, "second": 700, "third": 500, "scale": 5, "last": 300}
 """Of the parameters, in the order of the model: two are reduced dense, together."""
@@ -114,22 +115,43 @@ def test_a_step_that_has_begun_is_given_up_before_anything_is_done_with_the_stat
 
 
 @pytest.mark.parametrize(
-    ("settings", "world", "times"),
+    ("settings", "world", "times", "most"),
     [
-        ({}, 1, None),
-        ({}, 9, None),
-        ({}, 11, "1.1"),
-        ({"warmup": 1.0}, 32, "3.2"),
+        ({}, 1, None, ""),
+        ({}, 9, None, ""),
+        # 1000 pairs of 8 bytes from each of 10 others, and 20 / 11 times 40 000 bytes.
+        ({}, 11, "1.1", "up to 10 workers it sends no more"),
+        ({"warmup": 1.0}, 32, "3.2", "up to 10 workers it sends no more"),
+        ({"slack": 6.0}, 3, "1.8", "with any number of workers it sends more"),
     ],
 )
 def test_an_exchange_that_sends_more_than_dense_is_warned_of(
-    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], world: int, times: str | None
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], world: int, times: str | None, most: str
 ) -> None:
     compressor = TopK(0.1, **{"warmup": None, **settings})
     log_start(make_worker(ORACLE, compressor, {"p": (100, 100)}, world=world), "none")
-    told = [rf"{re.escape(repr(compressor))} .*\b{world} workers .*\b{times} times"] if times else []
+    told = [rf"{re.escape(repr(compressor))} .*\b{world} workers .*\b{times} times .*; {most}: take"] if times else []
     assert len(caplog.messages) == len(told)
     assert all(re.search(one, text) for one, text in zip(told, caplog.messages, strict=True))
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_the_end_of_the_warm_up_is_logged_once(caplog: pytest.LogCaptureFixture, position: int) -> None:
+    """On the first worker; not again where a state is loaded that is beyond it."""
+    caplog.set_level("INFO", "horovod_sparse")
+    compressor = TopK(0.25, warmup=2.0, min_numel=0, granularity="layer")
+    shapes = {"p": (40,), "q": (30,)}
+    workers = make_workers(ORACLE, compressor, shapes, 2)
+    gradients = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    said = []
+    for _ in range(14):
+        take_step(ORACLE, workers, [gradients, gradients])
+        said.append(len(caplog.messages))
+    end = warmup_steps(compressor)
+    assert end == 7 and said == [0] * (end - 1) + [1] * (15 - end)
+    assert caplog.messages == ["TopK: the warm-up has ended after 7 steps; from now on the ratio is 0.25"]
+    make_worker(ORACLE, compressor, shapes, world=2, position=position).load_state_dict(workers[0].state_dict())
+    assert len(caplog.messages) == 1
 
 
 def test_the_first_line_of_the_log_ends_with_advice(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from horovod_sparse.compressors import SIDCo, TopK
-from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.store import Store
+from horovod_sparse.ops.protocol import Ops, Selection
 from tests.harness.table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients, gradients_of
 from tests.harness.worker import Worker
 from tests.harness.workers import make_worker, send, step, take_step, worker_of
@@ -279,3 +281,66 @@ def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
             with pytest.raises(ValueError, match=f"adaptive state must .*{name}.* got "):
                 worker.load_state_dict({**state, "adaptive": {"p": {**state["adaptive"]["p"], name: damaged}}})
     worker.load_state_dict(state)
+
+
+@dataclass
+class _Ages(BucketState):
+    saved: ClassVar[tuple[str, ...]] = ("ages", "histogram")
+    ages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """One for each entry."""
+    histogram: np.ndarray = field(default_factory=lambda: np.zeros((2, 3)))
+
+
+class _Oldest(Compressor):
+    """The entries that have waited longest."""
+
+    def new_state(self, place: Place = ALONE) -> _Ages:
+        return _Ages(place, ages=np.zeros(place.numel, np.int32))
+
+    def select(self, ops: Ops, x: Any, k: int, capacity: int, state: BucketState) -> Selection:
+        assert isinstance(state, _Ages) and len(state.ages) == len(x) == state.place.numel
+        chosen = np.sort(np.argsort(-state.ages, kind="stable")[:k])
+        state.ages += 1
+        state.ages[chosen] = 0
+        state.histogram[0, 0] += ops.as_numpy(x)[chosen].sum()
+        return Selection(ops.indices(chosen, x), k)
+
+
+def test_arrays_are_a_state() -> None:
+    """They go on where they were saved, as plain lists, and come back if a step fails."""
+    compressor = _Oldest(0.1, warmup=None)
+    worker = trained(compressor)
+    saved = worker.state_dict()
+    ages, histogram = (saved["adaptive"]["p"][name] for name in ("ages", "histogram"))
+    assert json.loads(json.dumps(ages)) == ages and len(ages) == sum(math.prod(shape) for shape in SHAPES.values())
+    assert [len(row) for row in histogram] == [3, 3] and histogram[0][0] != 0.0
+    other = make_worker(ORACLE, compressor, SHAPES)
+    other.load_state_dict(saved)
+    np.testing.assert_equal(steps(compressor, other, 3, 6), steps(compressor, worker, 3, 6))
+    assert repr(other.state_dict()) == repr(worker.state_dict()) != repr(saved)
+    assert type(other.buckets[0].state.ages) is np.ndarray and other.buckets[0].state.ages.dtype == np.int32  # type: ignore[attr-defined]
+
+    state = worker.buckets[0].state
+    assert isinstance(state, _Ages)
+    before, checksum = state.copied(), state.checksum()
+    state.ages[-1] += 1
+    assert before.ages[-1] + 1 == state.ages[-1] and before.checksum() == checksum != state.checksum()
+
+
+def test_arrays_that_do_not_fit_are_refused_and_change_nothing() -> None:
+    compressor = _Oldest(0.1, warmup=None)
+    worker = trained(compressor)
+    good = worker.state_dict()
+    alone = make_worker(ORACLE, compressor, {"p": (600,)})
+    with pytest.raises(
+        ValueError, match=r"have ages of shape \(600,\), one for each entry of bucket 'p', got \(1100,\); load"
+    ):
+        alone.buckets[0].state.load_state_dict(good["adaptive"]["p"])
+    for wrong, text in (
+        ({"ages": ["many"]}, "numbers of int32 in ages: .*; the state is damaged"),
+        ({"histogram": [[1.0], [2.0, 3.0]]}, "numbers of float64 in histogram: .*; the state is damaged"),
+        ({"ages": 3}, "must be like"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            worker.buckets[0].state.load_state_dict({**good["adaptive"]["p"], **wrong})
+    assert repr(worker.state_dict()) == repr(good)

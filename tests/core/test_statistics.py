@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,8 @@ def test_statistics_are_true(backend: Backend) -> None:
             assert (one.numel, one.target, one.ratio) == (size, size // 10, one.count / size) and one.count > 0
         for field in ("numel", "target", "count", "truncated", "bytes_sent"):
             assert getattr(snapshot.total, field) == sum(getattr(one, field) for one in snapshot.buckets)
+        counted = replace(snapshot.buckets[0], bytes_sent=5.0)
+        assert replace(snapshot, buckets=(counted, counted), dense_bytes_sent=7.0).bytes_sent == 17.0
         assert snapshot.total.residual_norm == pytest.approx(np.linalg.norm(residual), rel=1e-6)
     # What is printed: buckets and total with entries, target, sent, ratio, truncated, bytes.
     lines = [line.replace(",", "").split() for line in str(stats).splitlines()]

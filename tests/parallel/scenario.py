@@ -29,12 +29,12 @@ TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
 MODULES = {
     "torch": (
-        "training exchange gradients usage wrappers states scaling policies momentum disagreement "
+        "training exchange gradients usage wrappers states resuming scaling policies momentum disagreement "
         "parameters local local_programs ahead compiled programs.laws programs.conservation"
     ),
     "tensorflow": "tf.tape tf.keras3 tf.local tf.local_programs tf.programs tf.states tf.scaling tf.parameters",
     "ddp": (
-        "ddp.hook momentum local local_programs ddp.sharded ddp.local_sharded ddp.nodes ahead scaling compiled "
+        "ddp.hook momentum resuming local local_programs ddp.sharded ddp.local_sharded ddp.nodes ahead scaling compiled "
         "programs.laws programs.conservation"
     ),
 }

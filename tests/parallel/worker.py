@@ -48,6 +48,8 @@ def run(one: Scenario, record: TextIO, hvd: Any, seed: Callable[[int], object]) 
     finally:
         faulthandler.cancel_dump_traceback_later()
     gc.collect()
+    # So does what a scenario has left, such as the graphs that TensorFlow has traced.
+    gc.freeze()
     return True
 
 

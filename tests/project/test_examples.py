@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,6 +102,37 @@ def test_every_compression_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     default, corrected = parser.parse_args([]), parser.parse_args(["--momentum-correction"])
     assert {common.optimizer_momentum(one, default) for one in made.values()} == {0.9}
     assert common.optimizer_momentum(common.make_compression(corrected, hvd), corrected) == 0.0
+
+
+OWN = """
+from horovod_sparse.compressors import TopK
+
+class Mine(TopK):
+    pass
+
+class Other:
+    pass
+"""
+
+
+def test_a_class_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is found where the command is typed, and stays one of those whose selections are checked."""
+    (tmp_path / "of_ones_own.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    common: Any = import_module("common")
+    parser = common.make_parser("", epochs=1, batch_size=1, lr=0.1, ratio=0.01)
+    made = common.make_compression(parser.parse_args(["--compression", "of_ones_own:Mine", "--ratio", "0.25"]), hvd)
+    assert isinstance(made, hvd.TopK.__bases__[0]) and (made.ratio, type(made).__name__) == (0.25, "Mine")
+    assert type(made).__module__ == "of_ones_own"
+    for text, why in (
+        ("of_ones_own:Nothing", "has no attribute 'Nothing'"),
+        ("of_ones_own:Other", "no subclass of horovod_sparse.compressors.base.Compressor"),
+        ("not_there:Mine", "No module named 'not_there'; run this where the module is"),
+        ("topkk", "must be one of none, fp16, .*topk.* or module:Class, got 'topkk'"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=why):
+            common.compression_name(text)
 
 
 @pytest.mark.full

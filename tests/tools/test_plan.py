@@ -18,7 +18,18 @@ from horovod_sparse.core.plan import first_sparse_step, rounds_of
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli
-from horovod_sparse.tools.plan import METHODS, Method, Round, warm_up
+from horovod_sparse.tools.plan import (
+    BETWEEN,
+    DENSE16,
+    DENSE32,
+    METHODS,
+    PAIRS,
+    Job,
+    Method,
+    Network,
+    Round,
+    warm_up,
+)
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 from tests.harness.process import ROOT
 from tests.harness.table import ORACLE
@@ -89,6 +100,56 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 def test_advice_is_the_fastest_that_trains(options: list[str], advice: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*PLAN, *options]) == 0
     assert f"Fastest exchange of those that train: {advice}" in capsys.readouterr().out.splitlines()
+
+
+NODES = Job(parameters=4_000_000, ratio=0.01, workers=32, per_node=8, computing=0.1, optimizer="sgd")
+NETWORK = Network(latency=1e-4, bandwidth=1e9, wait=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "sent", "messages"),
+    [
+        # A ring of 32 workers crosses each card once: what a worker sends, whatever the number of workers on a node.
+        (DENSE32, 2 * 31 / 32 * 16e6, 2 * 31),
+        (PAIRS, 31 * 8 * 50_000, 31),
+        # 8 rings of 4 nodes share a card. Each has an eighth of the parameters. The room is 1.25 times the ratio.
+        (BETWEEN, 8 * 3 * 8 * 6_250, 3),
+    ],
+    ids=lambda value: getattr(value, "title", None),
+)
+def test_nodes_worked_by_hand(method: Method, sent: float, messages: int) -> None:
+    assert NODES.cost(method, NETWORK) == pytest.approx((sent, 1e-3 + 1e-4 * messages + sent / 1e9))
+
+
+def test_adamw_is_local_updates_which_meet_before_each_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    adamw = NODES._replace(optimizer="adamw")
+    assert adamw.cost(DENSE16, NETWORK) == NODES.cost(DENSE16, NETWORK)
+    for method, meeting in ((PAIRS, 31 * 8 * 260), (BETWEEN, 8 * 3 * 8 * 260)):
+        assert adamw.cost(method, NETWORK)[0] - NODES.cost(method, NETWORK)[0] == meeting
+    assert cli.main([*PLAN, "--optimizer", "adamw", "--per-node", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    written = {line[:21].strip(): line.partition(re.findall(r" \d\.\d\d  ", line)[-1])[2] for line in lines[4:12]}
+    assert written["dense float16"] == "hvd.Compression.fp16"
+    assert written["pairs"] == "LocalUpdates(adamw, model, SIDCo(0.001))"
+    assert written["pairs between nodes"].startswith("FSDP2: LocalUpdates(adamw, model, SIDCo(0.001), group=")
+
+
+def test_nodes_have_a_row_and_must_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--per-node", "8"]) == 0
+    report = capsys.readouterr().out
+    assert "64 workers, 8 on each node" in report
+    assert "\npairs between nodes" in report and "DDP: register(model, SIDCo(0.001), mesh=mesh)" in report
+    assert "up to ratio 0.00781, between nodes up to 0.0703." in report
+    for per_node in ("7", "64"):
+        with pytest.raises(
+            SystemExit, match=rf"at least 2 nodes with {per_node} on each, got 64; give those of all nodes"
+        ):
+            cli.main([*PLAN, "--per-node", per_node])
+
+
+def test_what_is_written_with_ddp_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(PLAN) == 0
+    assert "model.register_comm_hook(None, default_hooks.bf16_compress_hook)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world", [2, 5])

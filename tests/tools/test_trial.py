@@ -47,22 +47,29 @@ def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, f
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    "launch",
+    ("launch", "optimizer", "line"),
     [
-        Launch("mpirun", 2),
-        pytest.param(Launch("torchrun", 2, "ddp"), marks=pytest.mark.full),
+        (Launch("mpirun", 2), "sgd", "compression=SIDCo(ratio=0.001)"),
+        (Launch("torchrun", 2, "ddp"), "adamw", "LocalUpdates(adamw, model, SIDCo(ratio=0.001))"),
+        pytest.param(
+            Launch("mpirun", 2), "adamw", "LocalUpdates(adamw, model, SIDCo(ratio=0.001))", marks=pytest.mark.full
+        ),
+        pytest.param(
+            Launch("torchrun", 2, "ddp"), "sgd", "register(model, SIDCo(ratio=0.001))", marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )
-def test_every_exchange_is_timed(launch: Launch) -> None:
-    ended = launch.run(*SMALL, limit=120)
+def test_every_exchange_is_timed(launch: Launch, optimizer: str, line: str) -> None:
+    ended = launch.run(*SMALL, "--optimizer", optimizer, limit=120)
     assert ended.code == 0, str(ended)
     # horovodrun writes the rank before each line.
-    lines = [line.partition("<stdout>:")[2] or line for line in ended.output.splitlines()]
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
-    power = ["PowerSGD rank 4"] if launch.launcher == "torchrun" else []
-    assert [row[0] for row in rows] == [trial.ALONE, "dense fp32", "dense fp16", *power, "SIDCo 0.01", "SIDCo 0.001"]
+    lines = [row.partition("<stdout>:")[2] or row for row in ended.output.splitlines()]
+    rows = [row.strip("| ").split(" | ") for row in lines if row.startswith("| ")][1:]
+    hooks = ["PowerSGD rank 4"] if launch.launcher == "torchrun" else []
+    assert [row[0] for row in rows] == [trial.ALONE, "dense fp32", "dense fp16", *hooks, "SIDCo 0.01", "SIDCo 0.001"]
+    assert rows[-1][-1] == f"`{line}`"
     sent = {row[0]: row[1].replace(",", "") for row in rows}
     assert int(sent["dense fp32"]) == 2 * int(sent["dense fp16"]) > 10 * int(sent["SIDCo 0.01"]) > 0
     # Rank 0 alone prints.
-    assert sum(line.startswith("Use ") for line in lines) == 1, str(ended)
+    assert sum(row.startswith("Use ") for row in lines) == 1, str(ended)

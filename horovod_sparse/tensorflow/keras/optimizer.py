@@ -64,6 +64,7 @@ def distributed(
         check_momentum(compression, groups)
         source = source_of(compression, reduction, shared=False)
         source.advice = advice(type(inner).__name__, groups, _INSTEAD)
+        source.steps_made = functools.partial(_steps_made, inner, passes)
         source.settings = functools.partial(_settings_of, inner, source, passes, average_aggregated_gradients)
         reduce: Reduce = functools.partial(_reduce_sparse, source, inner)
     else:
@@ -199,6 +200,12 @@ def _settings_of(optimizer: Any, source: VariableSource, passes: int, average_pa
         with tf.init_scope():
             settings["learning_rate"] = repr(float(tf.convert_to_tensor(optimizer.learning_rate)))
     return settings
+
+
+def _steps_made(optimizer: Any, passes: int) -> int:
+    """Return how many steps an optimizer has made. It counts passes."""
+    with tf.init_scope():
+        return int(optimizer.iterations) // passes
 
 
 class _Accumulator:

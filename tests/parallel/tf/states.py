@@ -13,9 +13,9 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as hvd
 from horovod_sparse.tensorflow import SIDCo
 
-from ..scenario import TF_2, scenario
+from ..scenario import TF_2, scenario, warned
 from .common import assert_identical, everyone, tape_gradient
-from .keras3 import BATCH
+from .keras3 import BATCH, compiled, fit
 
 
 class Loop(tf.Module):
@@ -75,3 +75,31 @@ def what_was_saved_of_a_loop_continues_bit_for_bit() -> None:
         np.testing.assert_equal(second.kept, first.kept)
     assert_identical(second.weights)
     assert len(set(everyone(second.mean.numpy().tobytes()))) == hvd.size(), "the scenario tests nothing"
+
+
+@scenario(TF_2)
+def a_state_that_was_left_out_is_noticed() -> None:
+    """By the steps that the optimizer has counted, which counts passes."""
+    for iterations, passes, eagerly, loads, rank in (
+        (3, 1, False, False, 0),
+        (3, 1, True, False, 0),
+        (3, 1, False, True, None),
+        # The first step comes in the last pass.
+        (0, 4, True, False, None),
+        (12, 4, True, False, 0),
+    ):
+        states = []
+        for begins in (True, False):
+            compression = SIDCo(0.05)
+            adam = keras.optimizers.Adam(0.01)
+            optimizer = hvd.DistributedOptimizer(adam, compression=compression, backward_passes_per_step=passes)
+            model = compiled(optimizer, builds=True, run_eagerly=eagerly)
+            if not begins:
+                optimizer.iterations.assign(iterations)
+                if loads:
+                    compression.load_state_dict(states[0])
+            texts = warned(lambda model=model, passes=passes: fit(model, range(2 * passes)))
+            states.append(compression.state_dict())
+            found = [text for text in texts if "no state of" in text]
+            assert len(found) == (not begins and hvd.rank() == rank), (iterations, passes, loads, begins, texts)
+            assert all("the optimizer has made 3 steps" in text for text in found), found
