@@ -59,6 +59,7 @@ docs: setup ## build the site in build/site, a warning is an error, and open it 
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
+	$(bin)/ruff format --check --line-length 80 *.md docs/*.md docs/evidence/*.md
 	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh ci/*.sh .ci/run
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 

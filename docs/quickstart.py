@@ -3,7 +3,7 @@
     python docs/quickstart.py [--root FOLDER] [--skip TEXT ...] [PAGE ...]
 
 The commands of a page run one after the other in one shell, so that `cd` and `activate` last; a page is left at its first
-command that fails. Blocks below a line that begins with "Not run here" are counted, not run. Prints how long each command
+command that fails. Blocks below a line that begins as `pages.NOT_RUN` says are counted, not run. Prints how long each command
 took; the exit status is 0 if all succeeded. pip's and Horovod's caches are those of the caller, unless --no-cache.
 """
 

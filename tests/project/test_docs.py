@@ -73,8 +73,7 @@ def test_the_exchange_of_the_page_loses_nothing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
-        # "../../actions" is a page of the repository's host.
-        if target.startswith(("https://", "http://", "../../actions/")):
+        if target.startswith(("https://", "http://")):
             continue
         name, _, anchor = target.partition("#")
         other = (page.parent / name) if name else page
@@ -88,10 +87,7 @@ def test_links_of_the_description_on_package_indexes_are_absolute() -> None:
     assert done.returncode == 0, done.stderr
     targets = re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", done.stdout)
     assert len(targets) > 20
-    assert [target for target in targets if not target.startswith("https://") or "/../" in target] == []
-    (badge,) = (target for target in targets if target.endswith("badge.svg"))
-    workflow = badge.partition("/actions/workflows/")[2].partition("/")[0]
-    assert (ROOT / ".github" / "workflows" / workflow).is_file()
+    assert [target for target in targets if not target.startswith(("https://", "#")) or "/../" in target] == []
 
 
 READ = [page for page in pages.pages() if "evidence" not in page.parts]
@@ -108,7 +104,7 @@ def test_lines_are_short(page: Path) -> None:
 def test_pages_are_few_and_tables_are_small() -> None:
     docs = [page for page in READ if page.parent.name == "docs"]
     assert len(docs) <= 16
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 25_000
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 20_000
     for page in READ:
         for table in TABLE.findall(pages.prose(page)):
             rows = table.splitlines()
