@@ -59,7 +59,7 @@ docs: setup ## build the site in build/site, a warning is an error, and open it 
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh ci/*.sh .ci/run
+	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh tools/*.sh ci/*.sh .ci/run
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 # A test need not say first that a value is not None (union-attr): where it is None, the test fails.
