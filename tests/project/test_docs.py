@@ -123,7 +123,9 @@ def test_the_site_is_built_without_a_warning_and_opened(tmp_path: Path) -> None:
         pytest.skip(done.stdout)
 
 
-FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests)/[\w./-]*[\w/]")
+FILE = re.compile(
+    r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests|tools)/[\w./-]*[\w/]"
+)
 MODULE = re.compile(r"(?<!::: )\bhorovod_sparse(?:\.[a-z_]+)+")
 """Names in the API reference are those of functions and classes, too; `make docs` finds them or fails."""
 
