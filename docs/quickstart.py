@@ -4,8 +4,8 @@
 
 The commands of a page run one after the other in one shell, so that `cd` and `activate` last, in a virtual environment that has
 only what the page installs (with --root in the root's own); a page is left at its first command that fails or takes too long.
-Blocks below a line that begins as `pages.NOT_RUN` says are counted, not run. Prints how long each command took; the exit status is
-0 if all succeeded. pip's and Horovod's caches are those of the caller, unless --no-cache.
+Blocks below a line that begins as `pages.NOT_RUN` says are counted, not run. Prints how long each command took; the exit status
+is 0 if all succeeded. pip's and Horovod's caches are those of the caller, unless --no-cache.
 """
 
 from __future__ import annotations
