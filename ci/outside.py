@@ -28,7 +28,7 @@ import markdown  # noqa: E402  (benchmarks share it)
 from integrations import make_environment  # noqa: E402  (it is beside this file)
 from suites.outcomes import DENSE, EXCHANGE, FOLDER, OURS  # noqa: E402
 
-NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0")
+NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0", "torchdata==0.11.0", "jax==0.10.2")
 """What the suites import besides what `make setup` has installed."""
 HOROVOD = "v0.28.1"
 CLONE = f"git clone --depth 1 --branch {HOROVOD} https://github.com/horovod/horovod"
