@@ -30,7 +30,7 @@ package: setup ## build sdist and wheel, and try each extra alone in a new envir
 	$(bin)/python ci/distributions.py
 
 outside: setup ## run suites of tests that were written elsewhere, dense and with our exchange; HOROVOD=folder has Horovod's repository
-	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD))
+	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD)) $(if $(PYTORCH),--pytorch $(PYTORCH))
 
 integrations: setup ## run the scripts of docs/libraries.md, docs/pytorch.md and docs/launching.md, and the examples with torchvision and Transformers; minutes
 	$(bin)/python ci/integrations.py
