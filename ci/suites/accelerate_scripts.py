@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -27,23 +28,23 @@ def test_script(name: str) -> None:
 
 def _join_on_cpus() -> None:
     """Let `join_uneven_inputs` join on CPUs, too. There it does nothing else, and the rank with more data waits for ever."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
-
-    joined = Accelerator.join_uneven_inputs
+    # Only the environment of the suites has it.
+    accelerator: Any = import_module("accelerate").Accelerator
+    kinds: Any = import_module("accelerate.utils").DistributedType
+    joined = accelerator.join_uneven_inputs
 
     @contextlib.contextmanager
     def join(self: Any, *given: Any, **named: Any) -> Iterator[None]:
         before = self.state.distributed_type
-        if before == DistributedType.MULTI_CPU:
-            self.state.distributed_type = DistributedType.MULTI_GPU
+        if before == kinds.MULTI_CPU:
+            self.state.distributed_type = kinds.MULTI_GPU
         try:
             with joined(self, *given, **named):
                 yield
         finally:
             self.state.distributed_type = before
 
-    Accelerator.join_uneven_inputs = join
+    accelerator.join_uneven_inputs = join
 
 
 if __name__ == "__main__":

@@ -60,8 +60,9 @@ def _put_in() -> None:
         module.register_forward_pre_hook(begin, prepend=True)
         return sharded
 
-    # Both names are imported.
-    for place in (fsdp, import_module("torch.distributed._composable.fsdp")):
+    # Tests import it from either of these.
+    places: tuple[Any, ...] = (fsdp, import_module("torch.distributed._composable.fsdp"))
+    for place in places:
         place.fully_shard = with_replicas
 
 
