@@ -30,7 +30,7 @@ package: setup ## build sdist and wheel, and try each extra alone in a new envir
 	$(bin)/python ci/distributions.py
 
 outside: setup ## run suites of tests that were written elsewhere, dense and with our exchange; HOROVOD=folder has Horovod's repository
-	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD))
+	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD)) $(if $(PYTORCH),--pytorch $(PYTORCH))
 
 commands: ## run every shell command of the README and docs/, each page in a fresh clone and environment; an hour
 	python3 docs/quickstart.py
