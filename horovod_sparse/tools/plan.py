@@ -245,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-ms", type=computing, required=True, metavar="MS", help=text)
     text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
     add("--latency", type=partial(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
-    add("--ratio", type=ratio, default=0.001, help="of the entries that are sent; default: 0.001")
+    add("--ratio", type=ratio, default=0.01, help="of the entries that are sent; default: 0.01")
     add_optimizer(parser)
 
 
