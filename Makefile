@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package integrations outside slurm demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
+.PHONY: help setup test test-all sanitize package commands integrations outside slurm demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -30,7 +30,10 @@ package: setup ## build sdist and wheel, and try each extra alone in a new envir
 	$(bin)/python ci/distributions.py
 
 outside: setup ## run suites of tests that were written elsewhere, dense and with our exchange; HOROVOD=folder has Horovod's repository
-	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD))
+	$(bin)/python ci/outside.py $(if $(HOROVOD),--horovod $(HOROVOD)) $(if $(PYTORCH),--pytorch $(PYTORCH))
+
+commands: ## run every shell command of the README and docs/, each page in a fresh clone and environment; an hour
+	python3 docs/quickstart.py
 
 integrations: setup ## run the scripts of docs/libraries.md, docs/pytorch.md and docs/launching.md, and the examples with torchvision and Transformers; minutes
 	$(bin)/python ci/integrations.py
@@ -59,7 +62,8 @@ docs: setup ## build the site in build/site, a warning is an error, and open it 
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh ci/*.sh .ci/run
+	$(bin)/ruff format --check --line-length 80 *.md docs/*.md docs/evidence/*.md
+	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh tools/*.sh ci/*.sh .ci/run
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 # A test need not say first that a value is not None (union-attr): where it is None, the test fails.

@@ -23,8 +23,7 @@ def read_description() -> str:
     """Return the README with absolute links, or nothing where it was left out, as in a container that only installs."""
     readme = here / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    # Package indexes have neither the pages nor the pictures of the repository, nor what its host shows beside them.
-    text = text.replace("](../../", f"]({REPOSITORY}/")
+    # Package indexes have neither the pages nor the pictures of the repository.
     text = text.replace('src="docs/', f'src="{REPOSITORY}/raw/main/docs/')
     return re.sub(r"\]\((?!https?://|#)", f"]({REPOSITORY}/blob/main/", text)
 

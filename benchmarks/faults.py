@@ -1,4 +1,4 @@
-"""How long a job lives on after one of its ranks has failed: prints the table of docs/guarantees.md.
+"""How long a job lives on after one of its ranks has failed: prints the rows that docs/guarantees.md sums up.
 
     python benchmarks/faults.py
 

@@ -5,7 +5,7 @@ python ci/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy, sour
 Every environment is new and outside of the checkout, and what is tested there is what was installed, where there is no
 compiler: first that nothing else of ours and no other framework is there, then the tests of the core and of its adapter, then
 that two workers train. "source" installs the source distribution, which then has no compiled kernels; the others install the
-wheel. Horovod is the wheel that docker/build_horovod.sh made for the environment that runs this, with one framework or both.
+wheel. Horovod is the wheel that tools/build_horovod.sh made for the environment that runs this, with one framework or both.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_contents(names: set[str], kind: str) -> None:
         assert any("kernels/_native." in name for name in names), "the wheel must hold the compiled kernels"
         assert any(name.endswith("licenses/LICENSE") for name in names), "the wheel must hold the license"
     assert wanted <= names, f"the {kind} lacks {sorted(wanted - names)}"
-    of_checkout = ("benchmarks/", "ci/", "docker/", "examples/", "studies/", "tests/")
+    of_checkout = ("benchmarks/", "ci/", "docker/", "examples/", "studies/", "tests/", "tools/")
     strange = [
         name for name in names if name.startswith(of_checkout) or "__pycache__" in name or name.endswith((".o", ".pyc"))
     ]
@@ -146,7 +146,7 @@ def build(folder: Path, environment: dict[str, str]) -> dict[bool, Path]:
 
 
 def find_horovod(folder: Path, environment: dict[str, str]) -> Path:
-    command = (ROOT / "docker" / "build_horovod.sh", "--wheel-only", sys.executable)
+    command = (ROOT / "tools" / "build_horovod.sh", "--wheel-only", sys.executable)
     return Path(run(*command, cwd=folder, environment=environment).splitlines()[-1]).parent
 
 

@@ -43,7 +43,7 @@ SCRIPTS = {
     "Transformers, DDP": ("libraries.md", ("class Sparsify(TrainerCallback)",)),
     "Lightning, DDP": ("libraries.md", ("(L.Callback)",)),
     "Accelerate, FSDP2": ("libraries.md", ("prepare(optimizer, loader)",)),
-    "Lightning, FSDP2": ("libraries.md", ("def configure_model",)),
+    "Lightning, FSDP2": ("libraries.md", ("fully_shard(self.layers",)),
     "Accelerate, local updates": ("libraries.md", ("prepare_model(model, evaluation_mode=True)",)),
     "Transformers, local updates": ("libraries.md", ("class Local(TrainerCallback)",)),
     "Lightning, local updates": ("libraries.md", ("optimizer_step(self.local, closure)",)),

@@ -40,8 +40,9 @@ LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycach
 FOLDERS = {
     "core": "core/feedback core/step core/state core/statistics core/driver compressors/laws compressors/momentum "
     "compressors/schedules numpy/allreduce core/machine",
-    "exchange": "exchange/wire exchange/protocols core/feedback compressors/laws compressors/micro core/machine",
-    "estimation": "compressors/sidco compressors/laws",
+    "exchange": "exchange/wire exchange/protocols exchange/cost core/feedback compressors/laws compressors/micro "
+    "core/machine",
+    "estimation": "compressors/sidco compressors/micro compressors/laws",
     "kernels": "kernels/ops kernels/tracked ops/protocol exchange/wire compressors/backends",
     "compressors": "compressors/checks compressors/laws compressors/momentum core/feedback core/state",
 }

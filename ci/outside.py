@@ -1,11 +1,12 @@
 """Run suites of tests that were written elsewhere, dense and with this package's exchange: make outside.
 
-python ci/outside.py [NAME...] --horovod FOLDER     of: "Horovod: test_torch" and so on (default: all)
+python ci/outside.py [NAME...] --horovod FOLDER [--pytorch FOLDER]    of: "Horovod: test_torch" and so on (default: all)
 
-Horovod's tests come from its repository, which --horovod names. The other suites come with the packages. What the suites
-need besides is installed into an environment of its own, which is removed again. No suite is changed: a plugin of pytest
-(ci/suites/) puts a compressor of ratio 1 where a test asks for none. Each suite is run twice, dense and so. What passes
-dense must pass so, unless REASONS says why not; a reason that is not needed any more is an error, too.
+Horovod's tests come from its repository, which --horovod names, and PyTorch's of FSDP2 from PyTorch's; without --pytorch they
+are left out. The other suites come with the packages. What the suites need besides is installed into an environment of its
+own, which is removed again. No suite is changed: a plugin of pytest (ci/suites/) puts a compressor of ratio 1 where a test
+asks for none. Each suite is run twice, dense and so. What passes dense must pass so, unless REASONS says why not; a reason
+that is not needed any more is an error, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +29,8 @@ import markdown  # noqa: E402  (benchmarks share it)
 from integrations import make_environment  # noqa: E402  (it is beside this file)
 from suites.outcomes import DENSE, EXCHANGE, FOLDER, OURS  # noqa: E402
 
-NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0")
+NEEDED = ("mock==5.2.0", "expecttest==0.3.0", "accelerate==1.15.0", "torchdata==0.11.0", "jax==0.10.2")
 """What the suites import besides what `make setup` has installed."""
-HOROVOD = "v0.28.1"
-CLONE = f"git clone --depth 1 --branch {HOROVOD} https://github.com/horovod/horovod"
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 _MPIRUN = ("mpirun", *_AS_ROOT, "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", "2")
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HOROVOD_")
@@ -46,7 +45,7 @@ class Suite:
     distribution: str
     """The package whose release is shown."""
     folder: str
-    """Which of the folders has the tests: `HERE`, `REPOSITORY` or `KERAS`."""
+    """What has the tests: `HERE`, `KERAS`, `HOROVOD` or `PYTORCH`."""
     tests: tuple[str, ...]
     """Patterns of the files within the folder."""
     plugin: str = ""
@@ -56,27 +55,40 @@ class Suite:
     limit: float = 1200
     """Seconds after which a run is ended."""
 
-    def files(self, horovod: Path | None) -> list[str]:
-        """Return the paths of the tests."""
-        folder = {HERE: ROOT / "ci" / "suites", REPOSITORY: horovod}.get(self.folder)
+    def files(self, given: Mapping[str, Path]) -> list[str]:
+        """Return the paths of the tests. Repositories are in the folders that are given."""
+        folder = {HERE: ROOT / "ci" / "suites", **given}.get(self.folder)
         if self.folder == KERAS:
             keras = find_spec("keras")
             if keras is None or keras.origin is None:
                 raise SystemExit("Keras must be installed for its tests, and was not found; run make setup")
             folder = Path(keras.origin).parent / "src"
-        elif self.folder == REPOSITORY and (horovod is None or not (horovod / "test" / "parallel").is_dir()):
-            raise SystemExit(f"--horovod must be a copy of Horovod's repository, got {horovod}; get one: {CLONE}")
-        return [str(path.resolve()) for pattern in self.tests for path in sorted(Path(str(folder)).glob(pattern))]
+        found = [path for pattern in self.tests for path in sorted(folder.glob(pattern))] if folder else []
+        if not found:
+            copy = f"--{self.folder} must be a copy of the repository, for {self.tests}, got {folder}; get one"
+            raise SystemExit(f"{copy}: {CLONES.get(self.folder)}")
+        return [str(path.resolve()) for path in found]
 
 
-HERE, REPOSITORY, KERAS = "ci/suites", "Horovod's repository", "Keras"
+HERE, KERAS, HOROVOD, PYTORCH = "ci/suites", "keras", "horovod", "pytorch"
+_FSDP2 = "test/distributed/_composable/fsdp"
+CLONES = {
+    HOROVOD: "git clone --depth 1 --branch v0.28.1 https://github.com/horovod/horovod",
+    PYTORCH: "git clone --depth 1 --filter blob:none --sparse https://github.com/pytorch/pytorch; "
+    f"git -C pytorch sparse-checkout set {_FSDP2}",
+}
 SUITES = {
-    "Horovod: test_torch": Suite(
-        "horovod", REPOSITORY, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN
-    ),
+    "Horovod: test_torch": Suite("horovod", HOROVOD, ("test/parallel/test_torch.py",), "suites.horovod_torch", _MPIRUN),
     "PyTorch: DDP": Suite("torch", HERE, ("torch_ddp.py",), "suites.no_gpu"),
+    "PyTorch: FSDP2": Suite(
+        "torch",
+        PYTORCH,
+        tuple(f"{_FSDP2}/test_fully_shard_{one}.py" for one in ("autograd", "frozen")),
+        "suites.torch_fsdp",
+    ),
     "PyTorch: optimizers": Suite("torch", HERE, ("torch_optimizers.py",), under=_MPIRUN),
     "Keras: optimizers": Suite("keras", KERAS, ("optimizers/*_test.py",), "suites.keras_optimizers", _MPIRUN),
+    "Keras: trainers": Suite("keras", KERAS, ("trainers/trainer_test.py",), "suites.keras_trainers", _MPIRUN, 2400),
     "Accelerate: scripts": Suite("accelerate", HERE, ("accelerate_scripts.py",)),
 }
 _OF_DDP = "torch_ddp::TestDDP::test_ddp_"
@@ -159,7 +171,7 @@ def _short(test: str) -> str:
     return f"{Path(file).stem}::{name}"
 
 
-def run_suite(suite: Suite, python: Path, horovod: Path | None, within: Path) -> dict[str, Outcomes]:
+def run_suite(suite: Suite, python: Path, given: Mapping[str, Path], within: Path) -> dict[str, Outcomes]:
     """Outcomes by exchange."""
     plugins = [part for one in ("suites.outcomes", suite.plugin, "no:cacheprovider") if one for part in ("-p", one)]
     results = {}
@@ -167,7 +179,7 @@ def run_suite(suite: Suite, python: Path, horovod: Path | None, within: Path) ->
         folder = within / exchange
         folder.mkdir(parents=True)
         options = ["-q", "-c", os.devnull, *plugins]
-        command = [*suite.under, str(python), "-m", "pytest", *options, *suite.files(horovod)]
+        command = [*suite.under, str(python), "-m", "pytest", *options, *suite.files(given)]
         printed = run(command, folder, exchange, suite.limit)
         results[exchange] = read(folder)
         if not results[exchange].of("passed"):
@@ -197,19 +209,21 @@ def release_of(distribution: str, python: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="run suites of tests from elsewhere, dense and with our exchange")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SUITES)}; all if none is given")
-    parser.add_argument("--horovod", type=Path, help=f"a copy of Horovod's repository: {CLONE}")
+    for name, clone in CLONES.items():
+        parser.add_argument(f"--{name}", type=Path, help=f"a copy of its repository: {clone}")
     chosen = parser.parse_args()
     unknown = sorted(set(chosen.names) - set(SUITES))
     if unknown:
         parser.error(f"the names must be of {', '.join(SUITES)}, got {', '.join(unknown)}")
-    names = chosen.names or [*SUITES]
+    given = {name: folder for name in CLONES if (folder := getattr(chosen, name)) is not None}
+    names = chosen.names or [name for name, suite in SUITES.items() if suite.folder != PYTORCH or PYTORCH in given]
     for name in names:
-        SUITES[name].files(chosen.horovod)
+        SUITES[name].files(given)
     rows, lost, wrong = [], [], []
     with tempfile.TemporaryDirectory(prefix="outside-") as created:
         python = make_environment(Path(created) / "environment", NEEDED)
         for number, name in enumerate(names):
-            results = run_suite(SUITES[name], python, chosen.horovod, Path(created) / str(number))
+            results = run_suite(SUITES[name], python, given, Path(created) / str(number))
             dense, ours = results[DENSE], results[OURS]
             without, faults = differences(name, results)
             lost += [[name, f"`{test}`", reason] for test, reason in without]

@@ -48,7 +48,7 @@ RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=secret,id=pip,targ
     PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh frameworks && rm .venv/setup.log
 
 FROM frameworks AS horovod
-COPY --chown=worker docker/build_horovod.sh docker/
+COPY --chown=worker tools/build_horovod.sh tools/
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=secret,id=pip,target=/etc/pip.conf,mode=0444 \
     mkdir -p ~/.cache/horovod_sparse \
     && find /wheels -maxdepth 1 -type d -name 'horovod-*' -exec cp -r {} ~/.cache/horovod_sparse \; \

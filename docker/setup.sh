@@ -22,7 +22,7 @@ pins=$venv/constraints.txt
 demo_only="torch, for the demo"
 ddp_only="torch, without Horovod"
 candidates=(python3.11 python3.12 python3.10 python3.13 python3.14 python3)
-inputs=(setup.py pyproject.toml docker/{common,system_packages,build_horovod,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
+inputs=(setup.py pyproject.toml tools/build_horovod.sh docker/{common,system_packages,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
 
 find_python() {
     local candidate
@@ -134,7 +134,7 @@ main() {
         die "$venv is $($venv/bin/python --version), $(wanted_python) is needed: run 'make clean' first"
     install_frameworks
     [ "$until" != frameworks ] || return 0
-    [ "$frameworks" = "$ddp_only" ] || guard docker/build_horovod.sh "$venv/bin/python"
+    [ "$frameworks" = "$ddp_only" ] || guard tools/build_horovod.sh "$venv/bin/python"
     [ "$until" != horovod ] || return 0
     install_package
     describe_settings >"$stamp"

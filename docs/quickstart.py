@@ -1,18 +1,21 @@
-"""Run every shell command of the README and docs/ as a new user would: in a fresh clone, with a home of its own.
+"""Run every shell command of the README and docs/ as a new user would: in a fresh clone, with a home of its own: make commands.
 
     python docs/quickstart.py [--root FOLDER] [--skip TEXT ...] [PAGE ...]
 
-The commands of a page run one after the other in one shell, so that `cd` and `activate` last; a page is left at its first
-command that fails. Blocks below a line that begins with "Not run here" are counted, not run. Prints how long each command
-took; the exit status is 0 if all succeeded. pip's and Horovod's caches are those of the caller, unless --no-cache.
+The commands of a page run one after the other in one shell, so that `cd` and `activate` last, in a virtual environment that has
+only what the page installs (with --root in the root's own); a page is left at its first command that fails or takes too long.
+Blocks below a line that begins as `pages.NOT_RUN` says are counted, not run. Prints how long each command took; the exit status
+is 0 if all succeeded. pip's and Horovod's caches are those of the caller, unless --no-cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,6 +122,12 @@ def fresh(root: Path | None, caches: bool) -> Iterator[Place]:
         if os.geteuid() == 0:
             # Open MPI refuses root unless told; a user of one's own needs none of this.
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if root is None:
+            subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+            environment |= {
+                "VIRTUAL_ENV": str(folder / "venv"),
+                "PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{_path()}",
+            }
         if caches and root is None:
             environment |= _caches()
         yield Place(folder, root, environment)
@@ -154,11 +163,16 @@ class Result:
         return f"{self.outcome:<12} {took}  {self.command.page}:{self.command.line}: {self.command.text}"
 
 
-def run(todo: Sequence[Command], place: Place, skip: Sequence[str]) -> Iterator[Result]:
-    """Run one page's commands in one shell; ends with the first that fails."""
+def run(todo: Sequence[Command], place: Place, skip: Sequence[str], limit: float) -> Iterator[Result]:
+    """Run one page's commands in one shell, each for `limit` seconds at most; ends with the first that fails."""
     reading, writing = os.pipe()
     with subprocess.Popen(
-        place.shell(), stdin=subprocess.PIPE, env=dict(place.environment), pass_fds=(writing,), text=True
+        place.shell(),
+        stdin=subprocess.PIPE,
+        env=dict(place.environment),
+        pass_fds=(writing,),
+        text=True,
+        start_new_session=True,
     ) as shell:
         os.close(writing)
         assert shell.stdin is not None
@@ -174,13 +188,22 @@ def run(todo: Sequence[Command], place: Place, skip: Sequence[str]) -> Iterator[
                 elif failed:
                     yield Result(command, "not reached")
                 else:
-                    result = _run_one(number, command, place, commands_in, statuses, writing)
+                    result = _run_one(number, command, place, commands_in, statuses, writing, limit)
                     failed = result.outcome == "failed"
+                    if failed:
+                        # The command may still run.
+                        os.killpg(shell.pid, signal.SIGKILL)
                     yield result
 
 
 def _run_one(
-    number: int, command: Command, place: Place, commands_in: IO[str], statuses: IO[str], status_fd: int
+    number: int,
+    command: Command,
+    place: Place,
+    commands_in: IO[str],
+    statuses: IO[str],
+    status_fd: int,
+    limit: float,
 ) -> Result:
     """Hand a command to the shell as a file that it sources, so that its own input is not the shell's."""
     script, output = place.folder / f"command-{number}.sh", place.folder / f"output-{number}.txt"
@@ -189,9 +212,11 @@ def _run_one(
     source, into = (shlex.quote(place.seen(path.name)) for path in (script, output))
     commands_in.write(f". {source} </dev/null >{into} 2>&1; echo $? >&{status_fd}\n")
     commands_in.flush()
-    status = statuses.readline().strip()
+    ended, _, _ = select.select([statuses], [], [], limit)
+    status = statuses.readline().strip() if ended else ""
     seconds = time.perf_counter() - began
     text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    text += "" if ended else f"\nstopped after {limit:g} s"
     return Result(command, "ok" if status == "0" else "failed", seconds, text)
 
 
@@ -213,6 +238,7 @@ def main() -> int:
         help="a folder that the commands see as / (chroot, as root), such as debootstrap makes; with git, make and iproute2",
     )
     add("--skip", nargs="+", default=[], metavar="TEXT", help="leave out commands that contain one of these")
+    add("--limit", type=float, default=1800.0, metavar="SECONDS", help="for each command; default: 1800")
     add("--no-cache", action="store_true", help="download and build everything anew")
     add("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args()
@@ -227,7 +253,7 @@ def main() -> int:
             results += [Result(command, "to run" if command.runs else "not run here") for command in todo]
         elif todo:
             with fresh(args.root, not args.no_cache) as place:
-                for result in run(todo, place, args.skip):
+                for result in run(todo, place, args.skip, args.limit):
                     print(result, flush=True)
                     if result.outcome == "failed":
                         print("\n".join(f"  | {line}" for line in result.output.splitlines()[-TAIL:]), flush=True)

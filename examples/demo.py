@@ -159,7 +159,7 @@ def draw(epochs: dict[Run, list[dict[str, Any]]], workers: int, path: Path) -> N
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import EngFormatter, PercentFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter
 
     # Readable where the picture is 600 pixels wide.
     plt.rcParams["font.size"] = 12
@@ -170,7 +170,9 @@ def draw(epochs: dict[Run, list[dict[str, Any]]], workers: int, path: Path) -> N
         label = f"{run.label}: {accuracy[-1]:.1%}"
         axes.plot(sent, accuracy, color=run.color, linewidth=1.8, marker="o", markersize=2.5, label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("bytes that one worker has sent (log scale)")
     axes.set_ylabel("accuracy on held-out images")

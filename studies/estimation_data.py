@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from text import read_corpus, sample
 from torch import Tensor, nn
 
-from horovod_sparse.compressors.base import MIN_NUMEL
+from horovod_sparse.compressors.base import Compressor
 
 Array = NDArray[Any]
 Stream = Iterator[Array]
@@ -122,7 +122,7 @@ def _recorded(kind: str, workers: int, seed: int, skipped: int) -> Stream:
         training.step(one.mean(0) for one in gradients)
         if step > skipped:
             # From the last parameter to the first, as buckets are filled, and without those that are reduced dense.
-            parts = [one.flatten(1) for one in reversed(gradients) if one[0].numel() >= MIN_NUMEL]
+            parts = [one.flatten(1) for one in reversed(gradients) if one[0].numel() >= Compressor.min_numel]
             yield torch.cat(parts, dim=1).numpy()
 
 

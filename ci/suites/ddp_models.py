@@ -1,4 +1,7 @@
-"""Gives every model in `DistributedDataParallel` a compressor, with its first forward pass, unless it has a hook by then."""
+"""Gives every model in `DistributedDataParallel` a compressor, with its first forward pass, unless it has a hook by then.
+
+A second function lets models of tests that ask for GPUs stay on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +31,15 @@ def put_in() -> None:
 
     DistributedDataParallel.forward = with_hook  # type: ignore[method-assign]
     DistributedDataParallel._register_builtin_comm_hook = with_builtin  # type: ignore[method-assign]
+
+
+def leave_out_devices() -> None:
+    """Let the models take no notice of the devices that a test names for them."""
+    made = DistributedDataParallel.__init__
+
+    def without_devices(self: Any, *given: Any, **settings: Any) -> None:
+        settings.pop("device_ids", None)
+        settings.pop("output_device", None)
+        made(self, *given[:1], **settings)
+
+    DistributedDataParallel.__init__ = without_devices  # type: ignore[method-assign]

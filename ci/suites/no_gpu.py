@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
+
+from suites import ddp_models
 
 COUNT = 2
 """How many GPUs tests find."""
@@ -53,14 +54,7 @@ def _pretend() -> None:
 
     common_distributed.skip_if_lt_x_gpu = always
     common_distributed.skip_if_no_gpu = lambda test: test
-    made = DistributedDataParallel.__init__
-
-    def without_devices(self: Any, *given: Any, **settings: Any) -> None:
-        settings.pop("device_ids", None)
-        settings.pop("output_device", None)
-        made(self, *given[:1], **settings)
-
-    DistributedDataParallel.__init__ = without_devices  # type: ignore[method-assign]
+    ddp_models.leave_out_devices()
     torch.cuda.device_count = lambda: COUNT
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = lambda device: None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -21,19 +21,19 @@ from suites import outcomes
 
 STEPS = 6
 HOROVOD, DDP = "Horovod", "DDP"
+DIFFERENTIABLE = "differentiable"
+"""Steps of such an optimizer can be differentiated. It trains no leaves, so it trains copies of the parameters."""
 
 
 def configurations() -> Iterator[Any]:
-    """All optimizers, with each of their settings, and with each implementation that runs on CPUs and on parameters."""
+    """All optimizers, with each of their settings, and with each implementation that runs on CPUs."""
     database: list[Any] = common_optimizers.optim_db
     for info in database:
         kinds: list[Mapping[str, bool]] = [{}]
-        kinds += [{kind: True} for kind in ("foreach", "fused") if kind in info.supported_impls]
+        kinds += [{kind: True} for kind in ("foreach", "fused", DIFFERENTIABLE) if kind in info.supported_impls]
         for given in info.optim_inputs_func("cpu"):
             for kind in kinds:
-                # PyTorch refuses these: parameters are leaves, and CPUs capture no graphs.
-                refused = given.kwargs.get("differentiable") or given.kwargs.get("capturable")
-                if refused or (kind.get("fused") and "cpu" not in info.supports_fused_on):
+                if kind.get("fused") and "cpu" not in info.supports_fused_on:
                     continue
                 name = "-".join([info.optim_cls.__name__, given.desc, *kind])
                 yield pytest.param(info, {**given.kwargs, **kind}, id=name)
@@ -55,6 +55,29 @@ class _Looked(nn.Module):
         rows = torch.nn.functional.one_hot(indices % 8, 8).float() if self.table is None else self.table(indices)
         result: Tensor = self.layers(rows)
         return result
+
+
+class _OfCopies:
+    """A differentiable optimizer of copies of the parameters, whose gradients `sender` reduces when it is told to."""
+
+    def __init__(self, parameters: list[nn.Parameter], make: Callable[[list[Tensor]], Any], sender: Any = None) -> None:
+        self._parameters, self._sender = parameters, sender
+        self.copies = [one.clone() for one in parameters]
+        self._optimizer = make(self.copies)
+
+    def step(self) -> None:
+        if self._sender is not None:
+            self._sender.synchronize()
+        for copied, parameter in zip(self.copies, self._parameters, strict=True):
+            copied.grad = parameter.grad
+        self._optimizer.step()
+        with torch.no_grad():
+            for copied, parameter in zip(self.copies, self._parameters, strict=True):
+                parameter.copy_(copied)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def _halves(step: int) -> list[tuple[Tensor, Tensor]]:
@@ -97,8 +120,17 @@ def _ranks() -> Iterator[None]:
 @pytest.mark.parametrize(("info", "settings"), [*configurations()])
 def test_trains_as_on_the_union(info: Any, settings: dict[str, Any], transport: str) -> None:
     union, own = _Looked(info), _Looked(info)
-    wanted = info.optim_cls([one for one in union.parameters() if one.requires_grad], **copy.deepcopy(settings))
-    optimizer = info.optim_cls([one for one in own.parameters() if one.requires_grad], **copy.deepcopy(settings))
+    differentiable = bool(settings.get(DIFFERENTIABLE))
+
+    def make(parameters: list[Any]) -> Any:
+        return info.optim_cls(parameters, **copy.deepcopy(settings))
+
+    trained = [(name, one) for name, one in own.named_parameters() if one.requires_grad]
+    parameters = [one for _, one in trained]
+    aimed = [one for one in union.parameters() if one.requires_grad]
+    wanted = _OfCopies(aimed, make) if differentiable else make(aimed)
+    # Horovod reduces for an optimizer of leaves.
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.0) if differentiable else make(parameters)
     model: nn.Module = own
     compression: Any = None
     # Dense is stock Horovod, which this package extends when it is imported.
@@ -109,17 +141,19 @@ def test_trains_as_on_the_union(info: Any, settings: dict[str, Any], transport: 
         outcomes.note_use()
     if transport == HOROVOD:
         chosen = {} if compression is None else {"compression": compression}
-        trained = [(name, one) for name, one in own.named_parameters() if one.requires_grad]
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=trained, **chosen)
     else:
         model = DistributedDataParallel(own)
         if compression is not None:
             register(model, compression)
+    if differentiable:
+        optimizer = _OfCopies(parameters, make, optimizer if transport == HOROVOD else None)
     for step in range(STEPS):
         halves = _halves(step)
         _step(wanted, union, halves, info.step_requires_closure)
         _step(optimizer, model, [halves[hvd.rank()]], info.step_requires_closure)
     for one, other in zip(own.parameters(), union.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+    assert not differentiable or all(one.grad_fn is not None for one in optimizer.copies)
     # Horovod's own path for sparse gradients serves those of embeddings.
     assert compression is None or info.only_supports_sparse_grads or compression.stats().steps >= STEPS

@@ -36,7 +36,6 @@ from horovod_sparse.exchange.protocols import Choice, Exchange
 from horovod_sparse.ops.protocol import NOTHING, SUMS, Array, Hints, Ops, Selection
 
 BUCKET_BYTES = 25 * 2**20
-MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 
@@ -76,7 +75,7 @@ class Compressor(ABC):
 
     ratio: float | Schedule = field(kw_only=False)
     granularity: int | Literal["auto", "layer", "model"] = "auto"
-    min_numel: int = MIN_NUMEL
+    min_numel: int = 256
     exclude: Sequence[str] = ()
     warmup: float | Literal["auto"] | None = "auto"
     residual: bool = True

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.contrib.torch_movement import Movement, in_turns
@@ -131,8 +132,8 @@ def check_arguments(optimizer: object, model: object) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
-            "gradients; leave DistributedDataParallel out (docs/libraries.md shows how with Accelerate, Lightning and "
-            "Transformers' Trainer)"
+            "gradients; leave DistributedDataParallel out: docs/local-updates.md shows how, and docs/libraries.md with "
+            "Accelerate, Lightning and Transformers' Trainer"
         )
 
 
@@ -213,6 +214,11 @@ def placed(
 
 def transport_of(group: Any, device: torch.device) -> Transport:
     """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
+    if isinstance(group, DeviceMesh):
+        raise TypeError(
+            f"group must be a process group or a process set with a model that is not one of fully_shard, got {group}; leave "
+            "it out to exchange between all workers: those of a group of its own train a model of their own"
+        )
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
         from horovod.common import process_sets

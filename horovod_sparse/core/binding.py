@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.compressors.checks import check_selection
+from horovod_sparse.compressors.selection import check_selection
 from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.state import check_parts
 from horovod_sparse.core.statistics import Stats

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
-from horovod_sparse.compressors.checks import Checked
+from horovod_sparse.compressors.selection import Checked
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.plan import stage_of, warmup_steps
 from horovod_sparse.core.selector import DeviceSelectorFor

@@ -171,7 +171,9 @@ def log_start(feedback: Feedback, kernels: str, advice: str = "") -> None:
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
         found = f"{len(buckets)} buckets, {entries} entries, {dense} parameters dense"
         hint = advice and f". {advice}"
-        _log.info("%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, hint)
+        # Advice is seen by all who have not set up logging.
+        level = logging.WARNING if advice else logging.INFO
+        _log.log(level, "%s %s: %s, kernels %s%s", type(compressor).__name__, what, found, kernels, hint)
         sizes = [bucket.numel for bucket in buckets]
         times = bytes_beside_dense(compressor, sizes, world)
         # Beside what is sent, a message has a few numbers.

@@ -110,8 +110,8 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
-        Every parameter carries its bucket's adaptive state, so that different buckets can be built from it: one object for all
-        parameters of a bucket.
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it. Lists in
+        these copies are the same objects.
         "lr_in_residual" says whether residuals hold updates, or gradients.
         """
         return {
@@ -120,7 +120,7 @@ class Feedback:
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
             "adaptive": {
-                name: one for bucket in self.buckets for one in [bucket.state.state_dict()] for name in bucket.slots
+                name: {**one} for bucket in self.buckets for one in [bucket.state.state_dict()] for name in bucket.slots
             },
         }
 

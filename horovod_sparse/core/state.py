@@ -77,9 +77,10 @@ def check_form(state: Any, called: str = "state") -> None:
     if not isinstance(state, Mapping):
         raise ValueError(f"{called} must be what state_dict() returned, got {type(state).__name__}")
     if state.get("version") != VERSION:
+        hint = ": of LocalUpdates' state give the part 'compression'" if "compression" in state else ""
         raise ValueError(
             f"{called} must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved "
-            "it"
+            f"it{hint}"
         )
     in_updates = state.get("lr_in_residual")
     _check(f"{called}['lr_in_residual']", in_updates, "True or False", isinstance(in_updates, bool))

@@ -13,7 +13,7 @@ def check_release(installed: str) -> None:
     if installed.partition("+")[0] != HOROVOD:
         raise ImportError(
             f"Horovod must be {HOROVOD}, whose methods horovod_sparse extends, got {installed}; install horovod=={HOROVOD} "
-            "(docker/build_horovod.sh builds it)"
+            "(tools/build_horovod.sh builds it)"
         )
 
 

@@ -161,7 +161,7 @@ class Ops(Protocol):
     def quantize(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 4).
 
-        Values become one of two levels (docs/how-it-works.md), also in `message`, in place. The rest returns to `x`.
+        Values become one of two levels (message 4 of exchange/wire.py), also in `message`, in place. The rest returns to `x`.
         """
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:

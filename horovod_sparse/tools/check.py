@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -95,7 +96,7 @@ _TORCH = "torch.__version__ + (', with a CUDA device' if torch.cuda.is_available
 _DDP = "import horovod_sparse.torch, torch.distributed.distributed_c10d"
 # Asking for the version must not start MPI, which some clusters forbid outside a job.
 _MPI = "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI"
-_HOROVOD = "build Horovod 0.28.1: make setup, or docker/build_horovod.sh PYTHON"
+_HOROVOD = "build Horovod 0.28.1: make setup, or tools/build_horovod.sh PYTHON"
 _TENSORFLOW = "only for TensorFlow: pip install tensorflow-cpu"
 _VERSION = "MPI.Get_library_version().split(',')[0].strip()"
 LINES: dict[str, tuple[Callable[[], str], str]] = {
@@ -120,6 +121,22 @@ WAYS = {
 """The ways of training, and the lines that must not be ``missing`` for each."""
 
 
+_OF = {
+    "torch": ("torch", "DDP", "horovod for torch"),
+    "tensorflow": ("tensorflow", "horovod for tf"),
+    "mpi4py": ("mpi4py",),
+}
+"""What can be trained with, and the lines that are about it alone."""
+
+
+def present() -> list[str]:
+    """Return the lines about what is installed; all if nothing is that can be trained with."""
+    absent = [lines for package, lines in _OF.items() if find_spec(package) is None]
+    if len(absent) == len(_OF):
+        return [*LINES]
+    return [what for what in LINES if not any(what in lines for lines in absent)]
+
+
 def finding(what: str) -> Finding:
     """Check what one of `LINES` names."""
     find, remedy = LINES[what]
@@ -132,6 +149,6 @@ def finding(what: str) -> Finding:
 
 
 def findings() -> list[Finding]:
-    """Run all checks, and return one finding for each."""
+    """Run the checks of what is installed, and return one finding for each."""
     with ThreadPoolExecutor(len(LINES)) as pool:
-        return [*pool.map(finding, LINES)]
+        return [*pool.map(finding, present())]

@@ -14,7 +14,9 @@ def _check(_: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     missing = {finding.what for finding in findings if finding.mark == "missing"}
-    lacking = {way: [what for what in needed if what in missing] for way, needed in check.WAYS.items()}
+    found = {finding.what for finding in findings}
+    ways = {way: needed for way, needed in check.WAYS.items() if found.issuperset(needed)}
+    lacking = {way: [what for what in needed if what in missing] for way, needed in ways.items()}
     for way, lines in lacking.items():
         print(f"{way} cannot run: {', '.join(lines)}" if lines else f"{way} can run.")
     return 1 if all(lacking.values()) else 0

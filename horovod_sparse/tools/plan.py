@@ -30,18 +30,9 @@ _MATRIX, _RANK = 1024, 4
 """PowerSGD's bytes depend on the shapes of the parameters: these are taken to be square matrices with so many rows."""
 LEFT_OUT = f"""\
 Left out: the time to select, to add up and to factorise, what backward hides of the communication, and
-waiting for slow workers. All collectives are taken to be rings, links within a node to be free, and PowerSGD's
-matrices to have {_MATRIX} rows. RandomBlock trains only within compression.ahead.
-To measure instead: horovod-sparse try"""
-_DDP = {
-    "sgd": """\
-With DDP: nothing for dense float32; for 16 bits model.register_comm_hook(None, default_hooks.bf16_compress_hook),
-without NCCL fp16_compress_hook; register(model, SIDCo(...)) for what is sparse""",
-    "adamw": """\
-With DDP: nothing for dense float32; for 16 bits model.register_comm_hook(None, default_hooks.bf16_compress_hook),
-without NCCL fp16_compress_hook; LocalUpdates takes the plain model, and Adam or RMSprop as well as AdamW""",
-}
-"""What is written with DDP, by `--optimizer`."""
+waiting for slow workers. All collectives are taken to be rings; PowerSGD's matrices have {_MATRIX} rows.
+RandomBlock trains only within compression.ahead. To measure instead: horovod-sparse try"""
+_WITHIN = "\nLinks within a node are taken to be free."
 
 
 Rounds = Sequence[Sequence[Round]]
@@ -123,7 +114,7 @@ def _power(parameters: int, ratio: float, world: int) -> Rounds:
 
 
 DENSE32 = Method("dense float32", "hvd.Compression.none", _dense("float32", 4))
-DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense("float16", 2))
+DENSE16 = Method("dense float16", "hvd.Compression.fp16, DDP's bf16_compress_hook", _dense("float16", 2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
 _LOCAL = "LocalUpdates(adamw, model, {})"
 PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo), adamw=_LOCAL)
@@ -213,7 +204,7 @@ def text(where: Network, job: Job) -> str:
         for title, *numbers, what in rows
     ]
     advice = f"Fastest exchange of those that train: {best.title}, {best.what(job.ratio, job.optimizer)}"
-    return "\n".join([heading, *lines, "", *_remarks(job), _DDP[job.optimizer], advice, LEFT_OUT])
+    return "\n".join([heading, *lines, "", *_remarks(job), advice, LEFT_OUT + _WITHIN * (job.per_node > 1)])
 
 
 def _remarks(job: Job) -> list[str]:
@@ -254,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-ms", type=computing, required=True, metavar="MS", help=text)
     text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
     add("--latency", type=partial(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
-    add("--ratio", type=ratio, default=0.001, help="of the entries that are sent; default: 0.001")
+    add("--ratio", type=ratio, default=0.01, help="of the entries that are sent; default: 0.01")
     add_optimizer(parser)
 
 

@@ -36,7 +36,7 @@ WITH_DDP = {
 """The same under torchrun."""
 RATIOS = (0.01, 0.001)
 _WRAPPED, _REGISTER = "compression=SIDCo(ratio={})", "register(model, SIDCo(ratio={}))"
-_LOCAL = "LocalUpdates(adamw, model, SIDCo(ratio={}))"
+_LOCAL = 'LocalUpdates(adamw, model, SIDCo(ratio={}, exchange=Pairs("packed")))'
 """What is written for a sparse exchange: with Horovod, with DDP, and with AdamW with both."""
 WARM_STEPS = 4
 """Steps before the first that is timed. PowerSGD begins in the third, and thresholds have settled by then."""
@@ -193,11 +193,12 @@ def _sparse(ratio: float, model: nn.Module, optimizer: Any, line: str) -> Made:
     """Return a contender with SIDCo, as a line of `_SPARSE` says."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from horovod_sparse.torch import LocalUpdates, SIDCo, register
+    from horovod_sparse.torch import LocalUpdates, Pairs, SIDCo, register
 
-    made = SIDCo(ratio=ratio, warmup=None)
     if line == _LOCAL:
-        return model, LocalUpdates(optimizer, model, made), made
+        packed = SIDCo(ratio=ratio, warmup=None, exchange=Pairs("packed"))
+        return model, LocalUpdates(optimizer, model, packed), packed
+    made = SIDCo(ratio=ratio, warmup=None)
     if line == _REGISTER:
         wrapped = DistributedDataParallel(model)
         register(wrapped, made, optimizer=optimizer)

@@ -72,9 +72,12 @@ class ShardedSource(TensorSource):
         self._order: list[tuple[Tensor, Tensor]] = []
         """Parameters with their parts, in the order in which their gradients are added; none before the first step."""
         for parameter in names if self.active else ():
-            if parameter.requires_grad:
+            if parameter.is_floating_point():
+                # One that is frozen now may be trained alone later, and PyTorch takes no hook for it as long as it is frozen.
+                trained = parameter.requires_grad
                 # The hooks keep this object alive, as long as the model lives.
-                parameter.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trained)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         backward = self._backward()

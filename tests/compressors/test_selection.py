@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.compressors import TopK
-from horovod_sparse.compressors.checks import check_selection
+from horovod_sparse.compressors.selection import check_selection
 from horovod_sparse.ops.protocol import Selection
 from tests.harness.table import WITH_OPERATIONS, Backend
 from tests.harness.workers import make_worker, take_step

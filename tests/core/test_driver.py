@@ -162,3 +162,4 @@ def test_the_first_line_of_the_log_ends_with_advice(caplog: pytest.LogCaptureFix
             log_start(worker, "none", advice)
     line = "TopK 0.01: 1 buckets, 500 entries, 0 parameters dense, kernels none"
     assert caplog.messages == [line, f"{line}. Write another line"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]

@@ -121,10 +121,20 @@ def other_step(state: State) -> None:
     state["adaptive"]["weight"]["step"] = 3
 
 
+def of_local_updates(state: State) -> None:
+    whole = dict(state)
+    state.clear()
+    state["compression"] = whole
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (dict.clear, r"^states\[1\] must have version \d+, got None"),
+        (dict.clear, r"^states\[1\] must have version \d+, got None; .* saved it$"),
+        (
+            of_local_updates,
+            r"^states\[1\] must have version .* saved it: of LocalUpdates' state give the part 'compression'$",
+        ),
         (
             other_model,
             r"^states must .* states\[0\] and states\[1\] .*'weight'",

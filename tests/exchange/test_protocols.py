@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from horovod_sparse.compressors import NoOp, RandomK, TopK
+from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.public import Pairs, SharedIndices, Union
 from tests.harness.table import COMPRESSORS, ORACLE, Row
@@ -42,6 +44,27 @@ def step(workers: Sequence[Worker], gradients: Sequence[np.ndarray]) -> list[np.
 def dyadic(rng: np.random.Generator, count: int) -> list[np.ndarray]:
     """Gradients whose sums are exact in float32, in any order."""
     return [(np.round(rng.laplace(size=NUMEL) * 64) / 64).astype(np.float32) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        TopK(0.1, min_numel=0, warmup=None),
+        TopK(0.1, min_numel=0, warmup=None, exchange=Pairs("packed")),
+        TopK(0.1, min_numel=0, warmup=None, exchange=Union()),
+        RandomK(0.1, min_numel=0, warmup=None),
+        NoOp(min_numel=0),
+    ],
+    ids=lambda one: one.exchange.title,
+)
+def test_messages_are_as_long_as_was_said_before(compressor: Compressor) -> None:
+    worker, *_ = make_workers(ORACLE, compressor, {"p": (NUMEL,)}, WORLD)
+    (bucket,) = worker.buckets
+    first, *_ = bucket.rounds_of(compressor.exchange)
+    sending = worker.arrive("p", np.arange(NUMEL, dtype=np.float32))
+    assert sending is not None
+    collective = sending.begin()
+    assert (collective.kind, collective.message.size) == (first.kind, first.length)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.compressors import TopK
+from horovod_sparse.compressors import RandomK, TopK
+from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.union import Union
 from tests.harness.table import ORACLE, Backend, on_every_backend
-from tests.harness.workers import end_step, make_worker
+from tests.harness.workers import end_step, make_worker, make_workers
 
 
 @on_every_backend
@@ -53,6 +55,34 @@ def test_not_finite_bytes(backend: Backend, exchange: Pairs, expected: str) -> N
     with pytest.warns(UserWarning, match="'p' on rank 0"):
         end_step(worker)
     assert not backend.numpy(bucket.buffer).any()
+
+
+def first_messages(backend: Backend, compressor: Compressor) -> list[np.ndarray]:
+    """The first message of each of two workers."""
+    gradients = [[0.0, 3.0, 0.0, -1.0, 0.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.5, -4.0]]
+    messages = []
+    for worker, gradient in zip(make_workers(backend, compressor, {"p": (8,)}, 2), gradients, strict=True):
+        bucket = worker.arrive("p", backend.array(np.array(gradient, np.float32)))
+        assert bucket is not None
+        messages.append(backend.numpy(bucket.begin().message))
+    return messages
+
+
+@on_every_backend
+def test_bytes_of_indices(backend: Backend) -> None:
+    mine, theirs = first_messages(backend, TopK(0.25, min_numel=0, slack=1.5, exchange=Union(), warmup=None))
+    assert mine[0] == theirs[0] >= 0, "the checksum"
+    assert mine[1:].tobytes() == bytes.fromhex("00000000 01000000 03000000 ffffffff")
+    assert theirs[1:].tobytes() == bytes.fromhex("00000000 03000000 07000000 ffffffff")
+
+
+@on_every_backend
+def test_values_at_indices_that_all_know(backend: Backend) -> None:
+    mine, theirs = first_messages(backend, RandomK(0.25, min_numel=0, warmup=None))
+    assert mine.shape == (2 + 17,) and mine.dtype == np.float32
+    total = mine + theirs
+    assert total[2] == 0.0, "no gradient held NaN"
+    assert set(total[3:]) <= {0.0, 2.0}, "the checksums agree"
 
 
 @on_every_backend

@@ -40,7 +40,7 @@ def test_two_frameworks_in_one_process() -> None:
 
 
 def test_a_collective_begins_without_the_interpreters_lock() -> None:
-    """Otherwise a process can wait for ever when another rank ends: see `release_gil` in docker/build_horovod.sh."""
+    """Otherwise a process can wait for ever when another rank ends: see `release_gil` in tools/build_horovod.sh."""
     assert "another thread ran" in _printed(ALONE, "tests.parallel.unlocked")
 
 

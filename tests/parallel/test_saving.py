@@ -45,7 +45,7 @@ _TORCH = {"parameters": "[one.detach() for one in model.parameters()]", "compres
 _TF = {"parameters": "[weights]", "compressor": "compression", "rank": "hvd.rank()"}
 _PROBES = {
     "torch.save": _TORCH,
-    "dcp.save": _TORCH,
+    "dcp.save": {**_TORCH, "parameters": "[one.detach().to_local() for one in model.parameters()]"},
     "tf.train.Checkpoint": _TF,
     "BackupAndRestore": {**_TF, "parameters": "[*model.trainable_variables, *optimizer.variables]"},
     "np.savez": {"parameters": "weights.values()", "compressor": "reduce", "rank": "comm.Get_rank()"},
@@ -58,7 +58,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def run(
-    what: str, folder: Path, steps: int, ranks: int = 2, *, moments: Sequence[str] = ("end",)
+    what: str, folder: Path, steps: int, ranks: int | None = None, *, moments: Sequence[str] = ("end",)
 ) -> list[list[Arrays]]:
     """Run a script with a short warm-up, and return what each rank has in the end: parameters, residuals and velocities.
 
@@ -67,7 +67,7 @@ def run(
     script = SCRIPTS[what]
     assert what in script.text and script.launched is not None
     launcher, workers = script.launched
-    assert workers == 2
+    ranks = ranks or workers
     assert script.text.count(_RATIO) == 1
     text = script.text.replace(_RATIO, _SOON_SPARSE)
     probes = {moment: _PROBE.format(**_PROBES[what], moment=moment) for moment in moments}
@@ -109,7 +109,8 @@ def test_what_a_script_has_saved_goes_on_bit_for_bit(what: str, tmp_path: Path) 
     for before, expected, got in zip(few, whole, resumed, strict=True):
         np.testing.assert_equal(got, expected)
         assert any((before[name] != one).any() for name, one in got.items()), "the second run has not trained"
-    first, second = whole
+    # Where a model is sharded, the second half of the ranks has the other replica.
+    first, second = whole[0], whole[len(whole) // 2]
     own = [(first[name] != second[name]).any() == first[name].any() for name in residuals]
     assert all(own), "residuals are each worker's own, where anything waits"
     assert all((first[name] == second[name]).all() for name in first if name.startswith("parameters/"))

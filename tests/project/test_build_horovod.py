@@ -1,15 +1,39 @@
 """The set-up scripts, without building anything."""
 
+import hashlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from tests.harness.process import ROOT
 
-BUILD = ROOT / "docker" / "build_horovod.sh"
+BUILD = ROOT / "tools" / "build_horovod.sh"
+FORMER = ROOT / "docker" / "build_horovod.sh"
+"""Where pages and scripts of others may still look for it."""
+
+
+@pytest.mark.parametrize("path", [BUILD, FORMER], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("copied", [False, True])
+def test_it_can_be_called_by_both_paths(path: Path, copied: bool, tmp_path: Path) -> None:
+    """Also where an archive has a copy in place of the link, and from another folder."""
+    root = ROOT
+    if copied:
+        for one in (BUILD, FORMER, ROOT / "docker" / "common.sh"):
+            (tmp_path / one.parent.name).mkdir(exist_ok=True)
+            shutil.copy(one, tmp_path / one.parent.name)
+        root = tmp_path
+    command = f"source '{root / path.relative_to(ROOT)}'; describe_wheel '{sys.executable}'; echo \"${{key##*-}}\""
+    environment = {**os.environ, "HOROVOD_WHEEL_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, check=True, cwd=tmp_path
+    )
+    assert done.stdout.strip() == hashlib.sha256(BUILD.read_bytes()).hexdigest()[:12]
 
 
 def test_another_source_than_the_known_one_is_refused_before_anything_of_it_is_run(tmp_path: Path) -> None:

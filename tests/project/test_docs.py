@@ -73,8 +73,7 @@ def test_the_exchange_of_the_page_loses_nothing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("page", PAGES, ids=attrgetter("name"))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
-        # "../../actions" is a page of the repository's host.
-        if target.startswith(("https://", "http://", "../../actions/")):
+        if target.startswith(("https://", "http://")):
             continue
         name, _, anchor = target.partition("#")
         other = (page.parent / name) if name else page
@@ -88,10 +87,7 @@ def test_links_of_the_description_on_package_indexes_are_absolute() -> None:
     assert done.returncode == 0, done.stderr
     targets = re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", done.stdout)
     assert len(targets) > 20
-    assert [target for target in targets if not target.startswith("https://") or "/../" in target] == []
-    (badge,) = (target for target in targets if target.endswith("badge.svg"))
-    workflow = badge.partition("/actions/workflows/")[2].partition("/")[0]
-    assert (ROOT / ".github" / "workflows" / workflow).is_file()
+    assert [target for target in targets if not target.startswith(("https://", "#")) or "/../" in target] == []
 
 
 READ = [page for page in pages.pages() if "evidence" not in page.parts]
@@ -108,7 +104,7 @@ def test_lines_are_short(page: Path) -> None:
 def test_pages_are_few_and_tables_are_small() -> None:
     docs = [page for page in READ if page.parent.name == "docs"]
     assert len(docs) <= 16
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 25_000
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 20_000
     for page in READ:
         for table in TABLE.findall(pages.prose(page)):
             rows = table.splitlines()
@@ -127,7 +123,9 @@ def test_the_site_is_built_without_a_warning_and_opened(tmp_path: Path) -> None:
         pytest.skip(done.stdout)
 
 
-FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests)/[\w./-]*[\w/]")
+FILE = re.compile(
+    r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests|tools)/[\w./-]*[\w/]"
+)
 MODULE = re.compile(r"(?<!::: )\bhorovod_sparse(?:\.[a-z_]+)+")
 """Names in the API reference are those of functions and classes, too; `make docs` finds them or fails."""
 
@@ -158,9 +156,14 @@ def test_what_a_build_asks_of_its_kernels_is_there(file: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no full names")
-def test_the_calls_that_are_listed_are_those_of_a_step() -> None:
-    done = python(str(ROOT / "docs" / "calls.py"), "--check", limit=300, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, f"run: python docs/calls.py\n{done.stderr}"
+def test_the_calls_of_a_step_lead_from_the_gradient_to_the_message_and_back() -> None:
+    done = python(str(ROOT / "docs" / "calls.py"), limit=300, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    there, back = (part.splitlines() for part in done.stdout.strip().split("\n\n"))
+    assert "Driver.add in horovod_sparse/core/driver.py" in there[1:-1] and there[-1].startswith("Collectives.start in")
+    assert "Driver.finish in horovod_sparse/core/driver.py" in back[1:-1] and back[-1].startswith(
+        "KernelOps.assemble in"
+    )
 
 
 QUOTE = re.compile(r"^> `(\w+): (.*)`$", re.MULTILINE)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -68,3 +71,48 @@ def test_a_reason_needs_a_difference(outside: Any, results: Any, test: str, monk
 
 def test_every_suite_with_reasons_is_run(outside: Any) -> None:
     assert set(outside.REASONS) <= set(outside.SUITES)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_suite_of_a_repository_needs_its_tests(outside: Any, tmp_path: Path, there: bool) -> None:
+    suite = outside.Suite("torch", outside.PYTORCH, ("tests/*.py",))
+    file = tmp_path / "tests" / "test_one.py"
+    file.parent.mkdir()
+    if there:
+        file.touch()
+        assert suite.files({outside.PYTORCH: tmp_path}) == [str(file.resolve())]
+        return
+    for given in ({}, {outside.PYTORCH: tmp_path}, {outside.HOROVOD: tmp_path}):
+        with pytest.raises(SystemExit, match=r"--pytorch must be a copy of the repository, .*git clone"):
+            suite.files(given)
+
+
+def test_a_run_ends_without_an_error_also_if_a_test_fails(tmp_path: Path) -> None:
+    """mpirun ends all ranks as soon as one has ended with an error, and their tests would count as not ended."""
+    file = tmp_path / "test_one.py"
+    file.write_text("def test_fails():\n    raise ValueError\n", encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "ci"),
+        "OUTSIDE_FOLDER": str(tmp_path),
+        "OUTSIDE_EXCHANGE": "dense",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        os.devnull,
+        "-p",
+        "suites.outcomes",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        [*command, file.name], cwd=tmp_path, env=environment, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [json.loads(line)["outcome"] for line in (tmp_path / "outcomes-0.jsonl").read_text().splitlines()] == [
+        "failed"
+    ]

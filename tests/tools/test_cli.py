@@ -45,6 +45,23 @@ def test_broken_frameworks_are_reported_not_suffered(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_only_what_is_installed_is_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If nothing is, everything is named that could be."""
+    there: set[str] = set()
+    monkeypatch.setattr(check, "find_spec", lambda package: package if package in there else None)
+    monkeypatch.setattr(check, "finding", lambda what: check.Finding("ok", what, "there"))
+    assert check.present() == [*check.LINES]
+    there.add("torch")
+    assert cli.main(["check"]) == 0
+    report = capsys.readouterr().out
+    assert not any(word in report.lower() for word in ("tensorflow", "mpi4py", "numpy"))
+    assert "torch with Horovod can run." in report and "horovodrun" in report
+    there.add("tensorflow")
+    assert check.present() == [what for what in check.LINES if what != "mpi4py"]
+
+
 def test_a_machine_where_nothing_can_run_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "findings", lambda: [check.Finding("missing", what, "") for what in check.LINES])
     assert cli.main(["check"]) == 1

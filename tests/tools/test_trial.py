@@ -50,9 +50,16 @@ def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, f
     ("launch", "optimizer", "line"),
     [
         (Launch("mpirun", 2), "sgd", "compression=SIDCo(ratio=0.001)"),
-        (Launch("torchrun", 2, "ddp"), "adamw", "LocalUpdates(adamw, model, SIDCo(ratio=0.001))"),
+        (
+            Launch("torchrun", 2, "ddp"),
+            "adamw",
+            'LocalUpdates(adamw, model, SIDCo(ratio=0.001, exchange=Pairs("packed")))',
+        ),
         pytest.param(
-            Launch("mpirun", 2), "adamw", "LocalUpdates(adamw, model, SIDCo(ratio=0.001))", marks=pytest.mark.full
+            Launch("mpirun", 2),
+            "adamw",
+            'LocalUpdates(adamw, model, SIDCo(ratio=0.001, exchange=Pairs("packed")))',
+            marks=pytest.mark.full,
         ),
         pytest.param(
             Launch("torchrun", 2, "ddp"), "sgd", "register(model, SIDCo(ratio=0.001))", marks=pytest.mark.full

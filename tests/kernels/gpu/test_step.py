@@ -213,7 +213,7 @@ MOST_WAITS = 7
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["sidco-gamma-paper", "gaussiank-paper"])
+@pytest.mark.parametrize("name", ["sidco-exponential-paper", "gaussiank-paper"])
 def test_where_the_host_helps_it_waits_for_each_bucket(name: str) -> None:
     """With the gradients that are not finite, with thresholds, with the number of what a threshold has found."""
     waits, _ = counted(made(name))

@@ -195,5 +195,6 @@ def models_that_are_not_sharded_over_the_shards_alone_are_refused() -> None:
     layers = programs.net()
     fully_shard(layers[0], mesh=mesh_of(2)["shard"])
     refuse(layers, "call fully_shard for the whole model, too")
+    refuse(programs.net(), "leave it out to exchange between all workers", group=mesh_of(2)["replicate"])
     if hvd.size() > 2:
         refuse(sharded(programs.net()), "different shards of one", group=mesh_of(2)["shard"])

@@ -28,6 +28,8 @@ def init() -> None:
 
 def shutdown() -> None:
     """Join Gloo's threads, which belong to the group and to every model that uses it: one that outlives Python aborts."""
+    # The worker has frozen what scenarios have left.
+    gc.unfreeze()
     gc.collect()
     dist.destroy_process_group()
 

@@ -698,6 +698,24 @@ def layers_can_be_frozen_later_and_not_unfrozen(step: Callable[[Any], Any]) -> N
     assert "from the first step on, or never" in raised(ValueError, loss_of(model, 2).backward)
 
 
+@scenario(TORCHRUN_4)
+def what_was_frozen_at_first_is_exchanged_or_refused_when_it_is_trained_alone() -> None:
+    """No other gradient of the step makes the end of its backward pass known."""
+    mesh = mesh_of(2)
+    later = shard(small_model().requires_grad_(False), mesh["shard"])
+    register(later, TopK(1.0, warmup=None), replicate=mesh["replicate"])
+    later[0].requires_grad_(True)
+    train(later, sgd(later), range(2))
+    assert_same_shards(later, mesh)
+    other = small_model()
+    other[0].requires_grad_(False)
+    model, optimizer = wrapped(other, sgd, TopK(0.05, warmup=None), mesh)
+    train(model, optimizer, range(2))
+    model.requires_grad_(False)
+    model[0].requires_grad_(True)
+    assert "from the first step on, or never" in raised(ValueError, loss_of(model, 2).backward)
+
+
 # --- local updates ---
 
 

@@ -88,7 +88,7 @@ def a_state_that_was_left_out_is_noticed() -> None:
         (0, 4, True, False, None),
         (12, 4, True, False, 0),
     ):
-        states = []
+        states: list[dict[str, Any]] = []
         for begins in (True, False):
             compression = SIDCo(0.05)
             adam = keras.optimizers.Adam(0.01)
