@@ -245,7 +245,7 @@ class Worker:
         """Take a step, and return the seconds of what is timed."""
         if isinstance(self.compressor, sparse.Threshold):
             self._set_threshold(self.compressor, gradient)
-        self._before = replace(self._bucket.state)
+        self._before = self._bucket.state.copied()
         begun = time.perf_counter()
         step = Step(self._feedback)
         sending = step.add("p", gradient)
@@ -300,7 +300,8 @@ class Worker:
 
     def _state_of(self, position: int) -> BucketState:
         """Return a worker's state before the last step."""
-        return replace(self._before, place=self._before.place._replace(position=position))
+        # A selection may change arrays of its state in place.
+        return replace(self._before.copied(), place=self._before.place._replace(position=position))
 
     def _select(self, ops: Ops, x: Array, state: BucketState) -> Array:
         k = self.compressor.target_count(len(x))
