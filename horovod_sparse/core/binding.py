@@ -147,7 +147,7 @@ def check_kind(compression: object, kind: type, module: str, *, stock: bool = Tr
     if isinstance(compression, Compressor):
         raise TypeError(
             f"compression must be a compressor of {module}, got one of {type(compression).__module__}, {compression!r}; import "
-            f"the class from {module}"
+            f"the class from {module}, or let a class of your own derive from {kind.__name__}, too"
         )
     if not (stock and all(callable(getattr(compression, method, None)) for method in ("compress", "decompress"))):
         others = " or one of hvd.Compression," if stock else ""
