@@ -46,5 +46,7 @@ NONE = r"such as TopK\(ratio=0.01\), or one of hvd.Compression, got"
 def test_what_is_none_of_the_adapter_is_refused(compression: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         check_kind(compression, TorchCompressor, "horovod_sparse.torch")
-    with pytest.raises(TypeError, match=r"import the class from horovod_sparse.tensorflow, .* derive from TensorflowCompressor"):
+    with pytest.raises(
+        TypeError, match=r"import the class from horovod_sparse.tensorflow, .* derive from TensorflowCompressor"
+    ):
         check_kind(TopK(0.1, warmup=None), TensorflowCompressor, "horovod_sparse.tensorflow")
