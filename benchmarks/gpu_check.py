@@ -166,7 +166,7 @@ class Worker:
         for part in gradient.split(self.sizes):
             self.bucket.accumulate([(offset, part)], None, 1.0)
             offset += part.numel()
-        self.bucket.decide()
+        self.bucket.decide(gives_up=False)
         return self.bucket.message()
 
     def finish(self) -> dict[str, float]:

@@ -27,7 +27,7 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter
 from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
-from horovod_sparse.kernels.gpu.message import assemble, rows_in_use, union
+from horovod_sparse.kernels.gpu.message import assemble, pack, rows_in_use, union
 from horovod_sparse.kernels.gpu.packed import quantize, unquantize
 
 COMPRESSORS = [
@@ -79,11 +79,13 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: float | None) 
     bucket.begin(compressor.new_state(), Stage(range(1), 40, 50, compressor.exchange, False, 0.0))
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(0, given)], momentum, 1.0)
-    bucket.decide()
+    bucket.decide(gives_up=False)
     message = bucket.message()
     if not isinstance(compressor, RandomK):
         indices, _ = union(bucket.index_message(0), 1, size)
-        bucket.take_out(indices)
+        _, values = bucket.take_out(indices, 80, None)
+        pack(indices, values, 80)
+    bucket.whole(0)
     packed = quantize(torch.zeros(size), message)
     rows_in_use(unquantize(packed, 1, size), 1, size)
     assemble([(0, torch.zeros(size)), (0, torch.zeros(size, dtype=torch.float64))], message, 1, 2.0)

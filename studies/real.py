@@ -6,7 +6,8 @@
 
 Each worker draws samples of its own part of the data. All rows have the same seeds and learning rate, and the compressor's own
 warm-up. Each run is a line of the log, and is not repeated while its line is there. `tables` prints the held-out loss beside
-dense training, in percent, how many dense exchanges have as many bytes as a worker has sent, and the errors of the task.
+dense training, in percent, how many dense exchanges have as many bytes as a worker has sent, how many bits that is for each
+parameter and step, and the errors of the task.
 """
 
 from __future__ import annotations
@@ -215,10 +216,11 @@ def tables(log: Path) -> str:
             dense = dense or {seed: result["loss"] for seed, result in found.items()}
             results = [*found.values()]
             errors = [name for name in results[0] if name not in ("loss", "exchanges")]
+            bits = 32 * statistics.fmean(result["exchanges"] for result in results) / steps
             means = [f"{statistics.fmean(result[name] for result in results):.2f}" for name in errors]
-            lines.append([row, *cells(results, [dense[seed] for seed in found]), *means])
+            lines.append([row, *cells(results, [dense[seed] for seed in found]), f"{bits:.2f}", *means])
         title = f"{task}, {NAMES[optimizer]} with rate {rate}, {workers} workers, {steps} steps, {len(dense)} seeds"
-        texts.append(f"{title}:\n\n{markdown.table(['row', *CELLS, *errors], lines, 1)}")
+        texts.append(f"{title}:\n\n{markdown.table(['row', *CELLS, 'bits', *errors], lines, 1)}")
     return "\n\n".join(texts)
 
 

@@ -36,10 +36,6 @@ class Selector(Protocol):
     def numbers(self) -> Array:
         """What the device knows of the selection: a flat array there, for `finish`."""
 
-    @property
-    def fault(self) -> Array:
-        """1 if a gradient was not finite, else 0, once `decide` was called: an array of no dimension."""
-
     def begin(self, state: BucketState, stage: Stage) -> None:
         """Begin a step."""
 
@@ -49,8 +45,8 @@ class Selector(Protocol):
         None stands for no gradient: what is known of the parameter is of the step before.
         """
 
-    def decide(self) -> None:
-        """Find out whether all gradients were finite, and what is to be selected."""
+    def decide(self, *, gives_up: bool) -> None:
+        """Find out whether all gradients were finite, and what is to be selected: nothing if this rank gives the step up."""
 
     def message(self) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
@@ -64,11 +60,14 @@ class Selector(Protocol):
     def union(self, gathered: Array, world: int) -> tuple[Array, Array]:
         """Return all indices in the messages 3 of so many ranks, their number and all headers: see `protocols.Sender`."""
 
-    def take_out(self, indices: Array) -> tuple[Array, Array]:
-        """Return the message of pairs of these indices, and its values, which are no longer in the residual.
+    def take_out(self, indices: Array, length: int, checksum: int | None) -> tuple[Array, Array]:
+        """Return the message of pairs of these indices, and message 2 with the values: see `protocols.Sender.value_message`.
 
-        Nothing is taken if a gradient was not finite.
+        They are no longer in the residual. Nothing is taken if a gradient was not finite.
         """
+
+    def whole(self, checksum: int | None) -> Array:
+        """Return message 2 with all entries. Nothing is taken."""
 
     def finish(self, numbers: Sequence[float]) -> Outcome:
         """Return what became of the selection, of which the host has learned the numbers. The state learns from them."""

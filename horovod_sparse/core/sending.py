@@ -141,6 +141,11 @@ class Sending:
         """Let this rank's message say that its gradient is not finite, because it gives the step up. Call it before `begin`."""
         self.not_finite.append(NOWHERE)
 
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients of this rank are finite, as far as the host knows."""
+        return not self.not_finite
+
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
         self._run = self.stage.exchange.collectives(self)
@@ -155,14 +160,6 @@ class Sending:
     @property
     def step(self) -> int:
         return self.state.step
-
-    @property
-    def finite(self) -> bool:
-        return not self.not_finite
-
-    @property
-    def fault(self) -> int | Array:
-        return int(not self.finite)
 
     def message(self) -> Array:
         indices = self.ops.indices(np.empty(0, np.int64), self.buffer) if self.not_finite else self.select().indices
@@ -190,14 +187,14 @@ class Sending:
         numbers = self.ops.indices(np.array([number, *headers]), self.buffer)
         return self.ops.indices(np.empty(0, np.int64), self.buffer) if indices is None else indices, numbers
 
-    def take_out(self, indices: Array) -> Array:
-        values = self.ops.take_out(self.buffer, indices)
-        self._taken.append(Entries(indices, values))
-        return values
-
-    def take_all_out(self) -> Array:
-        self._all_taken = True
-        return self.buffer
+    def value_message(self, indices: Array | None, length: int, checksum: int | None) -> Array:
+        tail = [] if checksum is None else wire.tail(checksum, is_bad=not self.finite)
+        if indices is None:
+            self._all_taken, values = True, self.buffer
+        else:
+            values = self.ops.take_out(self.buffer, indices)
+            self._taken.append(Entries(indices, values))
+        return self.ops.pack_values(values, length, tail)
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
@@ -313,31 +310,28 @@ class DeviceSending(Sending):
         self._device.accumulate(parts, None, 1.0)
 
     def begin(self) -> Collective:
-        self._device.decide()
+        self._device.decide(gives_up=not self.finite)
         return super().begin()
 
-    @property
-    def fault(self) -> int | Array:
-        # The device knows nothing of a step that is given up.
-        return self._device.fault if self.finite else 1
-
     def message(self) -> Array:
-        message = self._message = self._device.message() if self.finite else super().message()
+        message = self._message = self._device.message()
         return message
 
     def select(self) -> Selection:
         return self._device.select()
 
     def index_message(self) -> Array:
-        # The device knows nothing of a step that is given up.
-        return self._device.index_message(self.checksum() if self.finite else wire.NOT_FINITE)
+        return self._device.index_message(self.checksum())
 
     def union(self, gathered: Array) -> tuple[Array, Array]:
         return self._device.union(gathered, self.world)
 
-    def take_out(self, indices: Array) -> Array:
-        self._message, values = self._device.take_out(indices)
-        return values
+    def value_message(self, indices: Array | None, length: int, checksum: int | None) -> Array:
+        if indices is None:
+            self._all_taken = True
+            return self._device.whole(checksum)
+        self._message, message = self._device.take_out(indices, length, checksum)
+        return message
 
     def advance(self, answer: Any) -> Asked | None:
         if self._has_asked:

@@ -109,17 +109,6 @@ class Sender(Named, Protocol):
     def step(self) -> int:
         """The number of this step, which must be the same on all ranks."""
 
-    @property
-    def finite(self) -> bool:
-        """Whether all of this rank's gradients are finite, as far as the host knows."""
-
-    @property
-    def fault(self) -> int | Array:
-        """1 if a gradient of this rank is not finite, else 0: a number, or an array of one that the host does not wait for.
-
-        An array knows it when something has been selected.
-        """
-
     def message(self) -> Array:
         """Select, take what was selected out of the residual, and return message 1 of `wire` with it."""
 
@@ -136,11 +125,12 @@ class Sender(Named, Protocol):
         The number is `wire.DAMAGED` if a message is not as `wire` requires.
         """
 
-    def take_out(self, indices: Array) -> Array:
-        """Take the values at `indices` out of the residual, and return them: 0 for what is no index."""
+    def value_message(self, indices: Array | None, length: int, checksum: int | None) -> Array:
+        """Take values out of the residual, and return message 2 of `wire` with them; without a checksum it has no tail.
 
-    def take_all_out(self) -> Array:
-        """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
+        There are `length` values: those at `indices`, 0 for what is no index, and zeros after them. None stands for all
+        entries, which become zero only when the step has succeeded.
+        """
 
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""

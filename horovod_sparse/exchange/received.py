@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender, Told
 from horovod_sparse.ops.protocol import Array
 
@@ -26,15 +25,12 @@ def disagreement(bucket: Named) -> RuntimeError:
     )
 
 
-def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
+def summed(bucket: Sender, indices: Array | None, length: int, checksum: int) -> Exchanging:
     """Exchange the values at indices that all ranks know (None: all entries), as message 2 with `length` values.
 
-    `values` were taken out of the residual. If the lowest 16 bits of `checksum` >= 0 differ, all ranks raise RuntimeError.
+    If the lowest 16 bits of `checksum` >= 0 differ, all ranks raise RuntimeError.
     """
-    tail = wire.tail(checksum)
-    message = bucket.ops.pack_values(values, length, tail)
-    message[length] = bucket.fault
-    total = yield Collective("allreduce", message)
+    total = yield Collective("allreduce", bucket.value_message(indices, length, checksum))
     ((bad, *bits),) = yield Told([total[length:]])
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if not {*bits} <= {0.0, float(bucket.world)}:
@@ -43,4 +39,4 @@ def summed(bucket: Sender, indices: Array | None, values: Array, length: int, ch
         raise damaged(
             bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
         )
-    return None if bad else Entries(indices, total[: len(values)])
+    return None if bad else Entries(indices, total[: length if indices is None else len(indices)])

@@ -22,7 +22,7 @@ class SharedIndices(Exchange):
 
     def collectives(self, bucket: Sender) -> Exchanging:
         indices = bucket.select().indices
-        return (yield from summed(bucket, indices, bucket.take_out(indices), bucket.capacity, bucket.checksum()))
+        return (yield from summed(bucket, indices, bucket.capacity, bucket.checksum()))
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ class Dense(Exchange):
 
     def collectives(self, bucket: Sender) -> Exchanging:
         # Only the step must be the same: workers that have trained with fewer others have states of their own.
-        return (yield from summed(bucket, None, bucket.take_all_out(), bucket.numel, bucket.step))
+        return (yield from summed(bucket, None, bucket.numel, bucket.step))

@@ -29,8 +29,8 @@ class Union(Exchange):
     def collectives(self, bucket: Sender) -> Exchanging:
         gathered = yield Collective("allgather", bucket.index_message())
         indices, numbers = bucket.union(gathered)
-        values, room = bucket.take_out(indices), min(bucket.capacity * bucket.world, bucket.numel)
-        total = yield Collective("allreduce", bucket.ops.pack_values(values, room, []))
+        room = min(bucket.capacity * bucket.world, bucket.numel)
+        total = yield Collective("allreduce", bucket.value_message(indices, room, None))
         ((count, *headers),) = yield Told([numbers])
         checksums = headers[:: wire.HEADER]
         proposed = np.array(headers[1 :: wire.HEADER], np.int32).view(np.float32).tolist()

@@ -148,9 +148,9 @@ def split(gathered: Array, world: int) -> list[Array]:
     return [gathered[sender * rows : (sender + 1) * rows] for sender in range(world)]
 
 
-def tail(checksum: int) -> list[float]:
-    """Return the numbers that follow the values of a rank in message 2, if its gradients are finite."""
-    return [0.0] + [float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS)]
+def tail(checksum: int, *, is_bad: bool = False) -> list[float]:
+    """Return the numbers that follow the values of a rank in message 2, of which a gradient may not be finite."""
+    return [float(is_bad)] + [float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS)]
 
 
 def float_bits(number: float) -> int:

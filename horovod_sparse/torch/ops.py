@@ -196,8 +196,10 @@ class TorchOps(Ops):
         return values
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
-        if len(indices) == capacity:
-            return torch.stack((indices.int(), values.view(torch.int32)), 1)
+        if device.has_kernels(values.device):
+            from horovod_sparse.kernels.gpu import message as kernels
+
+            return kernels.pack(indices, values, capacity)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)

@@ -19,7 +19,17 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import CHUNK, numbered, sent_to, take, union, write, write_indices
+from horovod_sparse.kernels.gpu.message import (
+    CHUNK,
+    MOST_GROUPS,
+    numbered,
+    sent_to,
+    take,
+    union,
+    write,
+    write_all,
+    write_indices,
+)
 from horovod_sparse.kernels.gpu.rules import Blind, Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
@@ -29,7 +39,6 @@ from horovod_sparse.ops.protocol import Part, Selection
 _BLOCK = 4096
 _TILES = 2048
 """A tile has `_BLOCK` entries, or more, a power of two up to `MOST_BLOCK`, as long as there are this many tiles."""
-GROUPS = 1024
 _CHUNK_OF_GRADIENT = 512
 """`accumulate` takes in so many entries at a time: more would leave a thread too few registers."""
 _LEAST_SLOTS = 32
@@ -76,7 +85,7 @@ class DeviceBucket:
         *,
         block: int | None = None,
         chunk: int = CHUNK,
-        groups: int = GROUPS,
+        groups: int = MOST_GROUPS,
     ) -> None:
         if block is None:
             most = 1 << max(buffer.numel() // _TILES, 1).bit_length() - 1
@@ -182,10 +191,6 @@ class DeviceBucket:
         aligned = not (at % 16).any() and not (begins % RUN).any() and not (ends % RUN).any()
         return np.stack([tiles, at]), aligned
 
-    @property
-    def fault(self) -> Tensor:
-        return self.numbers[NUMBERS.index("not_finite")] > 0
-
     def message(self) -> Tensor:
         drawn = self._drawn()
         return self._searched(takes=True) if drawn is None else self._taken(drawn, self._capacity)
@@ -207,16 +212,29 @@ class DeviceBucket:
     def union(self, gathered: Tensor, world: int) -> tuple[Tensor, Tensor]:
         return union(gathered, world, self.buffer.numel())
 
-    def take_out(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        values = torch.empty(len(indices), device=self.buffer.device)
-        return self._taken(indices, len(indices), values), values
+    def take_out(self, indices: Tensor, length: int, checksum: int | None) -> tuple[Tensor, Tensor]:
+        message = self._values(length, checksum)
+        return self._taken(indices, len(indices), message, length, checksum or 0), message
 
-    def decide(self) -> None:
+    def whole(self, checksum: int | None) -> Tensor:
+        message = self._values(self.buffer.numel(), checksum)
+        end = len(message)
+        with torch.cuda.device_of(self.buffer):
+            asked = self.buffer, self.buffer.numel(), end, checksum or 0, self.numbers, message
+            write_all[(-(-end // CHUNK),)](*asked, CHUNK=CHUNK)
+        return message
+
+    def _values(self, length: int, checksum: int | None) -> Tensor:
+        """Return memory for message 2."""
+        tail = [] if checksum is None else wire.tail(checksum)
+        return torch.empty(length + len(tail), device=self.buffer.device)
+
+    def decide(self, *, gives_up: bool) -> None:
         request, given = self._request, self.numbers
         if request.sample is not None:
             start, stride, number = request.sample
             given = torch.topk(self.buffer[start::stride].abs(), number).values[-1:]
-        asked = self._k, request.aim, request.cut, request.most_tail, request.scale, given, self._floor()
+        asked = self._k, request.aim, request.cut, request.most_tail, request.scale, given, self._floor(), int(gives_up)
         results = self._histograms, self.numbers, self._words
         constants = {"HISTOGRAMS": len(_WIDTHS) + 1, "RULE": request.rule, "MEASURED": self._now.measures}
         with torch.cuda.device_of(self.buffer):
@@ -231,13 +249,17 @@ class DeviceBucket:
         indices = self._now.drawn(self._state, self._k)
         return None if indices is None else sent_to(self.buffer.device, indices)
 
-    def _taken(self, indices: Tensor, rows: int, values: Tensor | None = None) -> Tensor:
-        message = self._rows(rows)
+    def _taken(
+        self, indices: Tensor, rows: int, values: Tensor | None = None, length: int = 0, checksum: int = 0
+    ) -> Tensor:
+        """Return the message of pairs of indices; write message 2, of so many values, too, if there is memory for it."""
+        pairs, end = self._rows(rows), 0 if values is None else len(values)
         asked = self.buffer, self.buffer.numel(), indices, len(indices), rows
-        written = message, message if values is None else values
+        written = pairs, pairs if values is None else values, length, end, checksum
         with torch.cuda.device_of(self.buffer):
-            take[(-(-rows // CHUNK),)](*asked, *written, self.numbers, VALUES=values is not None, CHUNK=CHUNK)
-        return message
+            grid = (-(-max(rows, end) // CHUNK),)
+            take[grid](*asked, *written, self.numbers, VALUES=values is not None, CHUNK=CHUNK)
+        return pairs
 
     def _searched(self, *, takes: bool) -> Tensor:
         capacity, request = self._capacity, self._request

@@ -22,6 +22,7 @@ from horovod_sparse.kernels.gpu.tiles import COLLECTED_AGAIN, FOUND, LIMIT_VALUE
 from horovod_sparse.ops.protocol import Part
 
 CHUNK = 1024
+MOST_GROUPS = 1024
 _TILE = 4096
 """Entries of a target that one program adds up."""
 _LANES = 128
@@ -31,7 +32,9 @@ _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
 _HEADER = tl.constexpr(wire.HEADER)
 _NO_INDEX = tl.constexpr(wire.MAX_BUCKET)
-"""Stands where an index comes again: it is beyond every bucket."""
+"""Stands for no index: it is beyond every bucket."""
+_BITS = tl.constexpr(32)
+"""Marks in a word."""
 
 
 @triton.jit
@@ -131,22 +134,33 @@ def write_indices(
         tl.store(message + 1, bits)
 
 
-@triton.jit(do_not_specialize=["numel", "listed", "capacity"])
+@triton.jit
+def with_tail(row, values, length, checksum, bad):
+    """Return message 2 at some rows: values, then zeros up to `length`, then 1 if it is bad, and the bits of the checksum."""
+    bit = row - length - 1
+    tail = tl.where(bit < 0, bad.to(tl.int32), (checksum >> tl.maximum(bit, 0).to(tl.int32)) & 1)
+    return tl.where(row < length, values, tail.to(values.dtype))
+
+
+@triton.jit(do_not_specialize=["numel", "listed", "capacity", "length", "end", "checksum"])
 def take(
     residual,
     numel: tl.int64,
     indices,
     listed: tl.int64,
     capacity: tl.int64,
-    message,
+    pairs,
     values,
+    length: tl.int64,
+    end: tl.int64,
+    checksum: tl.int32,
     numbers,
     VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Write the message of pairs of the first `listed` of some indices, and set to zero what is in the message.
 
-    If VALUES, write the values also where they are one after the other.
+    If VALUES, write message 2 with these values, too, which has `length` values and ends at `end`.
     """
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     index = tl.load(indices + row, row < listed, other=_WIRE_PADDING).to(tl.int64)
@@ -155,83 +169,165 @@ def take(
     x = tl.load(residual + index, chosen, other=0.0)
     tl.store(residual + index, tl.zeros_like(x), chosen)
     unused = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
-    store_rows(message, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
+    store_rows(pairs, row, tl.where(chosen, index, unused).to(tl.int32), x, row < capacity)
     if VALUES:
-        tl.store(values + row, x, row < capacity)
+        tl.store(values + row, with_tail(row, x, length, checksum, bad), row < end)
 
 
-@triton.jit(do_not_specialize=["rows", "numel"])
-def check(messages, rows: tl.int64, numel: tl.int64, used, STRIDE: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["numel", "end", "checksum"])
+def write_all(residual, numel: tl.int64, end: tl.int64, checksum: tl.int32, numbers, message, CHUNK: tl.constexpr):
+    """Write message 2 with all entries, which ends at `end`."""
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(residual + row, row < numel, other=0.0)
+    bad = tl.load(numbers + NOT_FINITE).to(tl.int32) > 0
+    tl.store(message + row, with_tail(row, x, numel, checksum, bad), row < end)
+
+
+@triton.jit(do_not_specialize=["listed", "capacity"])
+def pair(indices, values, listed: tl.int64, capacity: tl.int64, message, CHUNK: tl.constexpr):
+    """Write the message of pairs of some indices and their values."""
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    index = tl.load(indices + row, row < listed, other=_WIRE_PADDING)
+    store_rows(message, row, index.to(tl.int32), tl.load(values + row, row < listed, other=0.0), row < capacity)
+
+
+def pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+    """Do as `Ops.pack`."""
+    message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
+    with torch.cuda.device_of(values):
+        pair[(-(-capacity // CHUNK),)](indices, values, len(indices), capacity, message, CHUNK=CHUNK)
+    return message
+
+
+@triton.jit(do_not_specialize=["size", "rows", "numel"])
+def check(
+    messages,
+    size: tl.int64,
+    rows: tl.int64,
+    numel: tl.int64,
+    used,
+    marks,
+    BEGIN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    MARKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Store what `Ops.rows_in_use` says of each message. One program looks at CHUNK rows of one message.
 
-    As unsigned numbers DAMAGED is above NOT_FINITE, and that above every count.
+    Messages have `size` numbers each, and BEGIN of them come before the indices. If MARKS, set the bit of each index in
+    `marks`. As unsigned numbers DAMAGED is above NOT_FINITE, and that above every count.
     """
     sender = tl.program_id(0).to(tl.int64)
-    message = messages + sender * rows * STRIDE
+    message = messages + sender * size + BEGIN
     row = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = row < rows
     index = tl.load(message + row * STRIDE, inside, other=_WIRE_PADDING)
     before = tl.load(message + (row - 1) * STRIDE, inside & (row > 0), other=_WIRE_PADDING)
     follows = (row == 0) | ((before >= 0) & (before < index))
-    good = (index == _WIRE_PADDING) | ((index >= 0) & (index < numel) & follows)
+    is_index = (index >= 0) & (index < numel)
+    good = (index == _WIRE_PADDING) | (is_index & follows)
     here = tl.max(tl.where(inside & (index >= 0), row + 1, 0), 0).to(tl.int32)
     here = tl.where(tl.min(good.to(tl.int32), 0) > 0, here, _WIRE_DAMAGED)
     here = tl.where(tl.load(message) == _WIRE_NOT_FINITE, _WIRE_NOT_FINITE, here)
     tl.atomic_max(used.to(tl.pointer_type(tl.uint32)) + sender, here.to(tl.uint32, bitcast=True), sem="relaxed")
+    if MARKS:
+        tl.atomic_or(marks + index // _BITS, 1 << index % _BITS, is_index, sem="relaxed")
 
 
 def rows_in_use(messages: Tensor, world: int, numel: int) -> Tensor:
     """Do as `Ops.rows_in_use`. The host does not wait for the device."""
     used = torch.zeros(world, dtype=torch.int32, device=messages.device)
-    rows = _rows_of(messages, world)
+    rows, stride = _rows_of(messages, world), messages.dim()
+    constants = {"BEGIN": 0, "STRIDE": stride, "MARKS": False, "CHUNK": CHUNK}
     # Triton launches on the current device.
     with torch.cuda.device_of(messages):
-        check[(world, -(-rows // CHUNK))](messages, rows, numel, used, STRIDE=messages.dim(), CHUNK=CHUNK)
+        check[(world, -(-rows // CHUNK))](messages, rows * stride, rows, numel, used, used, **constants)
     return used
 
 
-@triton.jit(do_not_specialize=["length", "size", "world"])
-def distinct(
-    merged,
-    length: tl.int64,
+@triton.jit
+def marked(marks, word, end, CHUNK: tl.constexpr):
+    """Return which of CHUNK entries, from the first of a word on, are marked in the words before `end`."""
+    lane = tl.arange(0, CHUNK)
+    at = word + lane // _BITS
+    return (tl.load(marks + at, at < end, other=0) >> lane % _BITS) & 1
+
+
+@triton.jit(do_not_specialize=["words", "each"])
+def count_marks(marks, words: tl.int64, each: tl.int64, counts, CHUNK: tl.constexpr):
+    """Count the marks in each group of `each` words."""
+    group = tl.program_id(0)
+    begin = group.to(tl.int64) * each
+    end = tl.minimum(begin + each, words)
+    found = tl.zeros([CHUNK], tl.int32)
+    for word in range(begin, end, CHUNK // _BITS):
+        found += marked(marks, word, end, CHUNK)
+    tl.store(counts + group, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["words", "each", "groups", "size", "world", "room"])
+def list_marks(
+    marks,
+    words: tl.int64,
+    each: tl.int64,
+    counts,
+    groups: tl.int64,
     gathered,
     size: tl.int64,
     world: tl.int64,
     used,
+    room: tl.int64,
     indices,
     numbers,
+    GROUPS: tl.constexpr,
     RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Keep each of the ascending indices once, and count them. Copy the headers of the messages, which have `size` numbers."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program * CHUNK + tl.arange(0, CHUNK)
-    index = tl.load(merged + row, row < length, other=_WIRE_PADDING)
-    before = tl.load(merged + row - 1, (row < length) & (row > 0), other=_WIRE_PADDING)
-    is_first = (index >= 0) & (index != before)
-    tl.store(indices + row, tl.where(is_first, index.to(tl.int64), _NO_INDEX), row < length)
-    rank = tl.arange(0, RANKS)
-    mine = rank < world
-    is_damaged = tl.min(tl.load(used + rank, mine, other=0), 0) < 0
-    found = tl.where(is_damaged, tl.where(program == 0, _WIRE_DAMAGED, 0), tl.sum(is_first.to(tl.int32), 0))
-    tl.atomic_add(numbers, found, sem="relaxed")
-    if program == 0:
-        for word in tl.static_range(_HEADER):
-            header = tl.load(gathered + rank * size + word, mine)
-            tl.store(numbers + 1 + rank * _HEADER + word, header, mine)
+    """List what is marked, and their number. Copy the headers of the messages, which have `size` numbers."""
+    group = tl.program_id(0)
+    count, place = counts_of(counts, group, groups, GROUPS)
+    begin = group.to(tl.int64) * each
+    end = tl.minimum(begin + each, words)
+    for word in range(begin, end, CHUNK // _BITS):
+        flags = marked(marks, word, end, CHUNK)
+        index = tl.arange(0, CHUNK) + word * _BITS
+        tl.store(indices + place + tl.cumsum(flags, 0) - flags, index, flags > 0)
+        place += tl.sum(flags, 0)
+    # This program's share of what is no index.
+    rows = (room + groups - 1) // groups
+    for start in range(0, rows, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        row = group * rows + number
+        tl.store(indices + row, tl.full([CHUNK], _NO_INDEX, tl.int64), (number < rows) & (row >= count) & (row < room))
+    if group == 0:
+        rank = tl.arange(0, RANKS)
+        mine = rank < world
+        is_damaged = tl.min(tl.load(used + rank, mine, other=0), 0) < 0
+        tl.store(numbers, tl.where(is_damaged, _WIRE_DAMAGED, count.to(tl.int32)))
+        for at in tl.static_range(_HEADER):
+            header = tl.load(gathered + rank * size + at, mine)
+            tl.store(numbers + 1 + rank * _HEADER + at, header, mine)
 
 
 def union(gathered: Tensor, world: int, numel: int) -> tuple[Tensor, Tensor]:
     """Do as `protocols.Sender.union`. The host does not wait for the device. Numbers beyond the bucket stand for no index."""
-    messages = gathered.view(world, -1)[:, wire.HEADER :].flatten()
-    used, merged = rows_in_use(messages, world, numel), messages.sort().values
-    length, numbers = len(merged), torch.zeros(1 + world * wire.HEADER, dtype=torch.int32, device=merged.device)
-    indices = torch.empty(length, dtype=torch.int64, device=merged.device)
-    received = gathered, length // world + wire.HEADER, world, used
-    with torch.cuda.device_of(merged):
-        constants = {"RANKS": triton.next_power_of_2(world), "CHUNK": CHUNK}
-        distinct[(-(-length // CHUNK),)](merged, length, *received, indices, numbers, **constants)
-    return indices.sort().values[:numel], numbers
+    size, words = _rows_of(gathered, world), -(-numel // 32)
+    rows = size - wire.HEADER
+    lengths = world, 1 + world * wire.HEADER, words
+    used, numbers, marks = torch.zeros(sum(lengths), dtype=torch.int32, device=gathered.device).split(lengths)
+    at_once = CHUNK // 32
+    each = -(-words // (MOST_GROUPS * at_once)) * at_once
+    groups = -(-words // each)
+    counts = torch.empty(groups, dtype=torch.int32, device=gathered.device)
+    indices = torch.empty(min(world * rows, numel), dtype=torch.int64, device=gathered.device)
+    received, found = (gathered, size, world, used), (marks, words, each, counts)
+    lanes = {"GROUPS": triton.next_power_of_2(groups), "RANKS": triton.next_power_of_2(world), "CHUNK": CHUNK}
+    kinds = {"BEGIN": wire.HEADER, "STRIDE": 1, "MARKS": True, "CHUNK": CHUNK}
+    with torch.cuda.device_of(gathered):
+        check[(world, -(-rows // CHUNK))](gathered, size, rows, numel, used, marks, **kinds)
+        count_marks[(groups,)](*found, CHUNK=CHUNK)
+        list_marks[(groups,)](*found, groups, *received, len(indices), indices, numbers, **lanes)
+    return indices, numbers
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def _normal(count, total, squares, scale):
     return tl.where(held, tl.sqrt(tl.where(held, squares, 0.0)), root) * tl.full((), scale, tl.float64)
 
 
-@triton.jit(do_not_specialize=["tiles", "begin", "end", "k", "aim"])
+@triton.jit(do_not_specialize=["tiles", "begin", "end", "k", "aim", "gives_up"])
 def fit(
     partials,
     tiles: tl.int64,
@@ -87,6 +87,7 @@ def fit(
     scale: tl.float64,
     given,
     floor: tl.float64,
+    gives_up: tl.int32,
     histograms,
     numbers,
     words,
@@ -102,12 +103,12 @@ def fit(
     threshold to the entries above `cut` so that `aim` of them exceed it, and select all above the threshold. They do so if the
     entries above `cut` are more than `aim` and at most the fraction `most_tail` of those that are not zero. Otherwise they
     select the k largest. "normal" selects all above a fit to all entries, times `scale`. Where sums are MEASURED, and at most
-    k entries are not zero, all of these are selected, whatever the rule.
+    k entries are not zero, all of these are selected, whatever the rule. Nothing is if the rank `gives_up` the step.
     """
     for start in range(0, HISTOGRAMS * HISTOGRAM, CHUNK):
         tl.store(histograms + start + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
     count, largest, tail_count, total, squares, not_finite, candidates = add_up(
-        partials, tiles, numbers, MEASURED, CHUNK
+        partials, tiles, gives_up, numbers, MEASURED, CHUNK
     )
     floor_bits = rounded_bits(floor)
     limit = floor_bits

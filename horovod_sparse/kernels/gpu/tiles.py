@@ -162,8 +162,11 @@ def _load_sums(partials, ROW: tl.constexpr, tiles, tile):
 
 
 @triton.jit
-def add_up(partials, tiles, numbers, MEASURED: tl.constexpr, CHUNK: tl.constexpr):
-    """Add up the sums of all tiles, store the result in `numbers`, and return it in the order of `SUMS`."""
+def add_up(partials, tiles, gives_up, numbers, MEASURED: tl.constexpr, CHUNK: tl.constexpr):
+    """Add up the sums of all tiles, store the result in `numbers`, and return it in the order of `SUMS`.
+
+    If `gives_up` is 1 and not 0, it counts as an entry that is not finite.
+    """
     zeros = tl.zeros([CHUNK], tl.float64)
     count, largest, tail_count, tail_total, tail_squares = zeros, zeros, zeros, zeros, zeros
     not_finite, candidates = zeros, zeros
@@ -179,7 +182,7 @@ def add_up(partials, tiles, numbers, MEASURED: tl.constexpr, CHUNK: tl.constexpr
             tail_squares += _load_sums(partials, TAIL_SQUARES, tiles, tile)
     all_count, all_largest, all_tail = tl.sum(count, 0), tl.max(largest, 0), tl.sum(tail_count, 0)
     all_total, all_squares = tl.sum(tail_total, 0), tl.sum(tail_squares, 0)
-    all_not_finite, all_candidates = tl.sum(not_finite, 0), tl.sum(candidates, 0)
+    all_not_finite, all_candidates = tl.sum(not_finite, 0) + gives_up, tl.sum(candidates, 0)
     tl.store(numbers + COUNT, all_count)
     tl.store(numbers + LARGEST, all_largest)
     tl.store(numbers + TAIL_COUNT, all_tail)

@@ -26,7 +26,7 @@ from horovod_sparse.core.plan import Stage
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.wire import DAMAGED, NOT_FINITE, PADDING
+from horovod_sparse.exchange.wire import DAMAGED, NOT_FINITE, PADDING, tail
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import MOST_SLOTS, DeviceBucket
 from horovod_sparse.kernels.gpu.message import union
@@ -89,7 +89,7 @@ class Worker:
         """One step, and what always holds."""
         before, request = self.accumulate(gradient), self.rule.request(self.state, self.k, self.capacity)
         factor = getattr(self.state, "factor", 1.0)
-        self.bucket.decide()
+        self.bucket.decide(gives_up=False)
         message = self.bucket.message().numpy()
         numbers = numbers_of(self.bucket)
         outcome = self.bucket.finish([*numbers.values()])
@@ -171,7 +171,7 @@ def check_accumulate(
     np.testing.assert_array_equal(buffer.numpy(), np.pad(expected, (3, 2), constant_values=9))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
-    bucket.decide()
+    bucket.decide(gives_up=False)
     bucket.message()
     numbers = numbers_of(bucket)
     assert [*bucket.finish([*numbers.values()]).not_finite] == ([3] if not_finite else [])
@@ -404,7 +404,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
     gradient[[7, 130]] = np.nan, -np.inf
     before = worker.accumulate(gradient)
-    worker.bucket.decide()
+    worker.bucket.decide(gives_up=False)
     message = worker.bucket.message()
     numbers = numbers_of(worker.bucket)
     assert worker.bucket.finish([*numbers.values()]) == Outcome(not_finite=[0, 100])
@@ -465,30 +465,67 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     assert all(one.any() for one in written[0])
 
 
-@given(messages=st.lists(st.sets(st.integers(0, 39), max_size=6), min_size=1, max_size=9))
+@given(
+    messages=st.lists(st.sets(st.integers(0, 39), max_size=6), min_size=1, max_size=9),
+    numel_stride=st.sampled_from([(40, 1), (4_000, 101)]),
+)
 @settings(max_examples=settings.default.max_examples // 2)
-def test_a_union_is_found_as_on_the_host(messages: list[set[int]]) -> None:
-    rows = [[-2, 7, *sorted(indices), *[PADDING] * (6 - len(indices))] for indices in messages]
+def test_a_union_is_found_as_on_the_host(messages: list[set[int]], numel_stride: tuple[int, int]) -> None:
+    """Of one group of marks, and of several."""
+    numel, stride = numel_stride
+    rows = [[-2, 7, *(stride * one for one in sorted(some)), *[PADDING] * (6 - len(some))] for some in messages]
     gathered = np.array(rows, np.int32).reshape(-1)
-    indices, numbers = union(torch.from_numpy(gathered), len(messages), 40)
-    expected = ORACLE.union(gathered, len(messages), 2, 40)
+    indices, numbers = union(torch.from_numpy(gathered), len(messages), numel)
+    expected = ORACLE.union(gathered, len(messages), 2, numel)
     assert expected is not None
     headers = [-2, 7] * len(messages)
-    assert len(indices) == min(6 * len(messages), 40) and numbers.tolist() == [len(expected), *headers]
+    assert len(indices) == min(6 * len(messages), numel) and numbers.tolist() == [len(expected), *headers]
     np.testing.assert_array_equal(indices[: len(expected)].numpy(), expected)
-    assert (indices[len(expected) :] >= 40).all(), "what is no index"
-    for flawed in (40, -2):
+    assert (indices[len(expected) :] >= numel).all(), "what is no index"
+    for flawed in (numel, -2):
         gathered[-6] = flawed
-        assert union(torch.from_numpy(gathered), len(messages), 40)[1].tolist() == [DAMAGED, *headers]
+        assert union(torch.from_numpy(gathered), len(messages), numel)[1].tolist() == [DAMAGED, *headers]
+
+
+@pytest.mark.parametrize("used", [0, 3, 5])
+def test_pairs_are_written_as_on_the_host(monkeypatch: pytest.MonkeyPatch, used: int) -> None:
+    monkeypatch.setattr(device, "has_kernels", lambda where: True)
+    indices, values = np.array([2, 3, 5, 8, 9])[:used], np.array([1.0, -0.0, 2.0, 3.0, 4.0], np.float32)[:used]
+    message = TorchOps().pack(torch.from_numpy(indices), torch.from_numpy(values), 5)
+    np.testing.assert_array_equal(message.numpy(), ORACLE.pack(indices, values, 5))
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_messages_of_values_are_written_as_on_the_host(is_bad: bool, gives_up: bool) -> None:
+    """Those of some indices, and those of all entries. Nothing is taken of a step that fails or is given up."""
+    worker, checksum = Worker(RandomK(0.5, warmup=None), [40, 30]), 0b1010_0000_0000_0110
+    gradient = gradients("laplace", 70, np.random.default_rng(8))
+    before = worker.accumulate(gradient)
+    if is_bad:
+        gradient[3] = np.nan
+        before = worker.accumulate(gradient)
+    fails = is_bad or gives_up
+    worker.bucket.decide(gives_up=gives_up)
+    end = tail(checksum, is_bad=fails)
+    assert worker.bucket.whole(checksum).tolist() == [*before, *end]
+    np.testing.assert_array_equal(worker.residual.numpy(), before)
+    indices = np.array([3, 5, 69])
+    pairs, message = worker.bucket.take_out(torch.from_numpy(indices), 5, checksum)
+    values = np.zeros(3, np.float32) if fails else before[indices]
+    assert message.tolist() == [*values, 0.0, 0.0, *end]
+    assert pairs[:, 0].tolist() == ([NOT_FINITE, PADDING, PADDING] if fails else indices.tolist())
+    before[indices] -= values
+    np.testing.assert_array_equal(worker.residual.numpy(), before)
 
 
 def test_what_is_no_index_takes_nothing() -> None:
     worker = Worker(RandomK(0.5, warmup=None), [40, 30])
     before = worker.accumulate(gradients("laplace", 70, np.random.default_rng(8)))
-    worker.bucket.decide()
-    message, values = worker.bucket.take_out(torch.tensor([3, 69, 70, 2**31 - 18]))
-    assert message[:, 0].tolist() == [3, 69, PADDING, PADDING]
-    assert values.tolist() == [before[3], before[69], 0.0, 0.0]
+    worker.bucket.decide(gives_up=False)
+    pairs, message = worker.bucket.take_out(torch.tensor([3, 69, 70, 2**31 - 18]), 5, None)
+    assert pairs[:, 0].tolist() == [3, 69, PADDING, PADDING]
+    assert message.tolist() == [before[3], before[69], 0.0, 0.0, 0.0]
     before[[3, 69]] = 0.0
     np.testing.assert_array_equal(worker.residual.numpy(), before)
 
@@ -526,8 +563,11 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
         "histogram",
         "write",
         "write_indices",
-        "distinct",
+        "count_marks",
+        "list_marks",
         "take",
+        "write_all",
+        "pair",
         "check",
         "add_up",
         "level",

@@ -61,7 +61,7 @@ class OfOne(Exchange):
         message = yield Collective("allreduce", message)
         indices = bucket.ops.union(message, 1, 0, bucket.numel)
         assert indices is not None
-        return (yield from summed(bucket, indices, bucket.take_out(indices), bucket.capacity, bucket.step))
+        return (yield from summed(bucket, indices, bucket.capacity, bucket.step))
 
 
 POLICIES: dict[str, MakeCompression] = {
