@@ -49,7 +49,7 @@ class Compressor(ABC):
             `schedules.Schedule`); k = max(1, floor(ratio * numel)).
         granularity: what one selection is made from: a bucket, whose residual has at most this number of bytes, >= 1 (a
             larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything). With
-            "auto" it has up to 25 MiB in the host's memory. On a device it has a third of the model, between 25 and 256
+            "auto" it has up to 25 MiB in the host's memory. On a device it has two fifths of the model, from 25 to 256
             MiB, since the time to launch kernels grows with the number of buckets.
         min_numel: parameters with fewer elements are reduced dense, >= 0.
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.

@@ -22,8 +22,9 @@ from horovod_sparse.exchange.protocols import Exchange, Round
 from horovod_sparse.exchange.shared import Dense
 
 _DENSE = Dense()
-_BUCKETS_ON_DEVICE, _DEVICE_BUCKET_BYTES = 3, 256 * 2**20
-"""Fewer buckets on a device take fewer launches; the exchange of the first ones overlaps with the backward pass."""
+_SHARE_ON_DEVICE, _DEVICE_BUCKET_BYTES = 0.4, 256 * 2**20
+"""Fewer buckets on a device take fewer launches; the exchange of the first ones overlaps with the backward pass. With two fifths
+of the model in each there are three: parameters do not fill them."""
 _LARGE = 2**20
 """Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
 
@@ -136,7 +137,7 @@ def _most_bytes(parameters: Sequence[Parameter], compressor: Compressor) -> tupl
     granularity = compressor.granularity
     if granularity == "auto":
         on_device = sum(one.itemsize * one.numel for one in parameters if one.on_device)
-        return BUCKET_BYTES, min(max(on_device / _BUCKETS_ON_DEVICE, BUCKET_BYTES), _DEVICE_BUCKET_BYTES)
+        return BUCKET_BYTES, min(max(_SHARE_ON_DEVICE * on_device, BUCKET_BYTES), _DEVICE_BUCKET_BYTES)
     most = {"layer": 0.0, "model": math.inf}[granularity] if isinstance(granularity, str) else float(granularity)
     return most, most
 

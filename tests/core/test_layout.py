@@ -55,10 +55,10 @@ def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[P
 
 @pytest.mark.parametrize(
     ("mebibytes", "buckets"),
-    [(60, [24, 24, 12]), (120, [40, 40, 40]), (480, [160, 160, 160]), (800, [256, 256, 256, 32])],
+    [(60, [24, 24, 12]), (120, [48, 48, 24]), (480, [192, 192, 96]), (800, [256, 256, 256, 32])],
 )
 def test_buckets_on_a_device_are_larger(mebibytes: int, buckets: list[int]) -> None:
-    """A third of the model, from 25 to 192 MiB. In the host's memory they have up to 25 MiB."""
+    """Two fifths of the model, from 25 to 256 MiB. In the host's memory they have up to 25 MiB."""
     for on_device, expected in (
         (True, buckets),
         (False, [24] * (mebibytes // 24) + [mebibytes % 24] * (mebibytes % 24 > 0)),
