@@ -35,7 +35,7 @@ outside: setup ## run suites of tests that were written elsewhere, dense and wit
 commands: ## run every shell command of the README and docs/, each page in a fresh clone and environment; an hour
 	python3 docs/quickstart.py
 
-integrations: setup ## run the scripts of docs/libraries.md, docs/pytorch.md and docs/launching.md, and the examples with torchvision and Transformers; minutes
+integrations: setup ## run the blocks of docs/libraries.md, docs/pytorch.md and docs/launching.md as scripts, and the examples with torchvision and Transformers; minutes
 	$(bin)/python ci/integrations.py
 
 slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root

@@ -1,6 +1,6 @@
-"""Run the scripts of three pages, and two examples, each on two workers or four: make integrations.
+"""Run the blocks of three pages as scripts, and two examples, each on two workers or four: make integrations.
 
-The pages are docs/libraries.md, docs/pytorch.md and docs/launching.md.
+The pages are docs/libraries.md, docs/pytorch.md and docs/launching.md; `scripts.py` has what is put around their blocks.
 
 python ci/integrations.py [NAME...]     of: "Accelerate, DDP", "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
 
@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 import pages  # noqa: E402  (it is beside the pages)
+from scripts import IMPORT_LOCAL, SCRIPTS, Block  # noqa: E402
 
 RELEASES = {
     "accelerate": "1.15.0",
@@ -38,26 +39,6 @@ PINNED = ("torchvision", "transformers")
 """What the extra "examples" has; constraints.txt has the releases."""
 DDP, FSDP2, HOROVOD, LOCAL = "DDP", "FSDP2", "Horovod", "local updates"
 """How the name of a script ends that must be started on workers. The others start workers, and show the result, themselves."""
-SCRIPTS = {
-    "Accelerate, DDP": ("libraries.md", ("prepare(model, optimizer, loader)",)),
-    "Transformers, DDP": ("libraries.md", ("class Sparsify(TrainerCallback)",)),
-    "Lightning, DDP": ("libraries.md", ("(L.Callback)",)),
-    "Accelerate, FSDP2": ("libraries.md", ("prepare(optimizer, loader)",)),
-    "Lightning, FSDP2": ("libraries.md", ("fully_shard(self.layers",)),
-    "Accelerate, local updates": ("libraries.md", ("prepare_model(model, evaluation_mode=True)",)),
-    "Transformers, local updates": ("libraries.md", ("class Local(TrainerCallback)",)),
-    "Lightning, local updates": ("libraries.md", ("optimizer_step(self.local, closure)",)),
-    "Lightning, Horovod": ("libraries.md", ("def on_before_optimizer_step",)),
-    "Fabric, Horovod": ("libraries.md", ("import Fabric",)),
-    "Accelerate, Horovod": ("libraries.md", ("prepare(model, sparse, loader)",)),
-    "Transformers, Horovod": ("libraries.md", ("(Trainer):",)),
-    "torch.compile, Horovod": ("pytorch.md", ("torch.compile(model)",)),
-    "Horovod on Ray": ("launching.md", ("hvd.init()", "RayExecutor(")),
-    "Horovod on Spark": ("launching.md", ("hvd.init()", "horovod.spark.run(")),
-    "Ray Train": ("launching.md", ("init_process_group", "TorchTrainer(")),
-    "Spark's distributor": ("launching.md", ("init_process_group", "TorchDistributor(")),
-}
-"""The page of each script, and what tells its blocks from the others of the page."""
 EXAMPLES = "Examples"
 LIMIT = 300
 """Seconds after which a script is stopped."""
@@ -102,10 +83,10 @@ class LocalUpdates:
         pass
 """
 """What the same script is dense with."""
-_IMPORT, _LINE = "from horovod_sparse.torch import LocalUpdates, SIDCo\n", "SIDCo(0.01))"
+_LINE = "SIDCo(0.01))"
 _SPARSE = "SIDCo(0.05, warmup=2.0, min_numel=0)"
 VARIANTS: dict[str, Callable[[str], str]] = {
-    "dense": lambda text: text.replace(_IMPORT, DENSE),
+    "dense": lambda text: text.replace(IMPORT_LOCAL, DENSE),
     "every=1": lambda text: text.replace(_LINE, f"{_SPARSE})"),
     "every=4": lambda text: text.replace(_LINE, f"{_SPARSE}, every=4)"),
 }
@@ -193,12 +174,16 @@ def run_examples(python: Path) -> None:
     print(run(python, "-m", "pytest", "tests/project/test_examples.py", *chosen, cwd=ROOT, limit=900), flush=True)
 
 
-def script(page: str, marks: tuple[str, ...]) -> str:
-    """The blocks of a page with these marks, one after the other."""
-    blocks = [one.text for one in pages.blocks(ROOT / "docs" / page, "python")]
-    chosen = [text for mark in marks for text in blocks if mark in text]
-    assert len(chosen) == len(marks), f"{page}: expected one block for each of {marks}, got {len(chosen)}"
-    return "\n".join(chosen)
+def script(parts: Sequence[str | Block]) -> str:
+    """The parts one after the other."""
+    return "\n".join(part if isinstance(part, str) else text_of(part) for part in parts)
+
+
+def text_of(block: Block) -> str:
+    """The only block of its page that has its mark."""
+    texts = [one.text for one in pages.blocks(ROOT / "docs" / block.page, "python") if block.mark in one.text]
+    assert len(texts) == 1, f"{block.page}: expected one block with {block.mark!r}, got {len(texts)}"
+    return texts[0]
 
 
 def compare_local(name: str, text: str, start: Callable[[str], str]) -> str:
@@ -249,7 +234,6 @@ def main() -> None:
             if name == EXAMPLES:
                 run_examples(python)
                 continue
-            page, marks = SCRIPTS[name]
             if "Spark" in name and shutil.which("java") is None:
                 print(f"{name}: left out, because there is no Java (Debian: default-jre-headless)", flush=True)
                 continue
@@ -264,7 +248,7 @@ def main() -> None:
                 (folder / "train.py").write_text(text, encoding="utf-8")
                 return run(python, *after, "train.py", cwd=folder, under=before)
 
-            text = script(page, marks)
+            text = script(SCRIPTS[name])
             if kind == LOCAL:
                 print(compare_local(name, text, start), flush=True)
             else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_RUN = ("An example to adapt", "A complete script", "In your environment")
+NOT_RUN = ("An example to adapt", "For ", "In your environment")
 """The line above a block begins with one of these where its code cannot be run by `quickstart` or by the tests of the pages."""
 _LAUNCHED = re.compile(r"Run with (\d+) workers, by `(\w+)`:")
 """The line above a block is this where its code is a script, which tests/parallel/test_saving.py runs."""

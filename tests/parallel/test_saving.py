@@ -42,12 +42,14 @@ for _part in ("residuals", "velocities"):
 _np.savez(f"{{sys.argv[3]}}-{moment}-{{{rank}}}.npz", **_arrays)
 """
 _TORCH = {"parameters": "[one.detach() for one in model.parameters()]", "compressor": "compression", "rank": "rank"}
-_TF = {"parameters": "[weights]", "compressor": "compression", "rank": "hvd.rank()"}
 _PROBES = {
     "torch.save": _TORCH,
     "dcp.save": {**_TORCH, "parameters": "[one.detach().to_local() for one in model.parameters()]"},
-    "tf.train.Checkpoint": _TF,
-    "BackupAndRestore": {**_TF, "parameters": "[*model.trainable_variables, *optimizer.variables]"},
+    "BackupAndRestore": {
+        "parameters": "[*model.trainable_variables, *optimizer.variables]",
+        "compressor": "compression",
+        "rank": "hvd.rank()",
+    },
     "np.savez": {"parameters": "weights.values()", "compressor": "reduce", "rank": "comm.Get_rank()"},
 }
 """Of each script, by what it shows, in the order of the page: which of its names hold what is compared."""
@@ -92,8 +94,8 @@ def _arrays_in(path: str) -> Arrays:
 
 
 def needs(what: str) -> list[pytest.MarkDecorator]:
-    """Only the first script is for `make test`; those of TensorFlow are skipped without it."""
-    module = {"tf.train.Checkpoint": "tensorflow", "BackupAndRestore": "tensorflow"}.get(what, "numpy")
+    """Only the first script is for `make test`; Keras' is skipped without TensorFlow."""
+    module = {"BackupAndRestore": "tensorflow"}.get(what, "numpy")
     missing = pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
     return [missing, *([] if what == "torch.save" else [pytest.mark.full])]
 

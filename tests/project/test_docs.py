@@ -104,7 +104,7 @@ def test_lines_are_short(page: Path) -> None:
 def test_pages_are_few_and_tables_are_small() -> None:
     docs = [page for page in READ if page.parent.name == "docs"]
     assert len(docs) <= 16
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 20_000
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in docs) <= 15_000
     for page in READ:
         for table in TABLE.findall(pages.prose(page)):
             rows = table.splitlines()

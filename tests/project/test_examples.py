@@ -142,6 +142,11 @@ def test_a_class_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     [
         # Epochs have 4 steps. `fit` pauses at the end of one, the scripts after it within one.
         pytest.param("keras_images.py", [], 4, 8, "accuracy", marks=needs("tensorflow"), id="keras"),
+        pytest.param(
+            *("tensorflow_images.py", ["--warmup", "none"], 2, 6, "accuracy"),
+            marks=needs("tensorflow"),
+            id="tensorflow",
+        ),
         # `make integrations` installs what these need.
         pytest.param("torch_resnet.py", ["--loaders", "1"], 2, 6, "accuracy", marks=needs("torchvision"), id="resnet"),
         pytest.param(

@@ -16,15 +16,15 @@ def integrations(monkeypatch: pytest.MonkeyPatch) -> Any:
     return import_module("integrations")
 
 
-def test_each_mark_tells_one_block_of_its_page(integrations: Any) -> None:
-    for page, marks in integrations.SCRIPTS.values():
-        assert integrations.script(page, marks)
+def test_each_mark_tells_one_block_of_its_page_and_parts_fit(integrations: Any) -> None:
+    for parts in integrations.SCRIPTS.values():
+        compile(integrations.script(parts), "train.py", "exec")
 
 
 def test_scripts_of_local_updates_have_what_is_changed(integrations: Any) -> None:
     names = [name for name in integrations.SCRIPTS if name.endswith(integrations.LOCAL)]
     assert names
     for name in names:
-        text = integrations.script(*integrations.SCRIPTS[name])
+        text = integrations.script(integrations.SCRIPTS[name])
         assert all(change(text) != text for change in integrations.VARIANTS.values()), name
         assert all(old in text for old, _, _ in integrations.REFUSED.get(name, ())), name
