@@ -57,7 +57,7 @@ class Meeting:
             raise RuntimeError(
                 f"all workers must be in the same place with LocalUpdates, got {places}; call hvd.broadcast_variables("
                 "model.weights, root_rank=0) before fit, let all train equally many batches and epochs (give steps_per_epoch, "
-                "restore backups on all, stop early on all or none), and catch no exception on one alone"
+                "restore the same epoch on all, stop early on all or none), and catch no exception on one alone"
             )
         if exchanges and self.grow is None and not self.exchanges and lines[:, -1].any() and not lines[:, PLACE].any():
             raise ValueError(

@@ -34,27 +34,54 @@ _LOOP = "\nfor step in range(begin, steps):"
 _ENDING = "\ndel model, optimizer"
 _PROBE = """
 import numpy as _np
-_parameters = {parameters}
-_state = {compressor}.state_dict()
-_arrays = {{f"parameters/{{i}}": _np.asarray(one) for i, one in enumerate(_parameters)}}
+_state = {state}
+_arrays = {{f"parameters/{{i}}": _np.asarray(one) for i, one in enumerate({parameters})}}
+_arrays |= {{f"own/{{i}}": _np.asarray(one) for i, one in enumerate({own})}}
 for _part in ("residuals", "velocities"):
     _arrays |= {{f"{{_part}}/{{name}}": _np.asarray(one) for name, one in _state[_part].items()}}
 _np.savez(f"{{sys.argv[3]}}-{moment}-{{{rank}}}.npz", **_arrays)
 """
-_TORCH = {"parameters": "[one.detach() for one in model.parameters()]", "compressor": "compression", "rank": "rank"}
+_TORCH = {
+    "parameters": "[one.detach() for one in model.parameters()]",
+    "own": "()",
+    "state": "compression.state_dict()",
+    "rank": "rank",
+}
+_KERAS = {"parameters": "model.trainable_variables", "own": "adamw.variables", "rank": "hvd.rank()"}
 _PROBES = {
     "torch.save": _TORCH,
     "dcp.save": {**_TORCH, "parameters": "[one.detach().to_local() for one in model.parameters()]"},
-    "BackupAndRestore": {
-        "parameters": "[*model.trainable_variables, *optimizer.variables]",
-        "compressor": "compression",
-        "rank": "hvd.rank()",
+    "LocalUpdates": {**_KERAS, "state": 'local.state_dict()["compression"]'},
+    "np.savez": {
+        "parameters": "weights.values()",
+        "own": "()",
+        "state": "reduce.state_dict()",
+        "rank": "comm.Get_rank()",
     },
-    "np.savez": {"parameters": "weights.values()", "compressor": "reduce", "rank": "comm.Get_rank()"},
 }
 """Of each script, by what it shows, in the order of the page: which of its names hold what is compared."""
 _PAGE = ROOT / "docs" / "running.md"
 SCRIPTS = dict(zip(_PROBES, (block for block in pages.blocks(_PAGE, "python") if block.launched), strict=True))
+_DISTRIBUTED = {
+    "adamw = keras.optimizers.AdamW(0.001)\n": f"local = hvd.{_RATIO}\nadamw = hvd.DistributedOptimizer("
+    "keras.optimizers.SGD(0.01, momentum=0.9), compression=local)\n",
+    f"local = hvd.LocalUpdates(hvd.{_RATIO})\n": "",
+    "callbacks=[local, Save()]": "callbacks=[Save()]",
+}
+"""What the page says of the script with LocalUpdates: the compression takes the place of `local`, but is no callback."""
+OTHER = "DistributedOptimizer"
+_PROBES[OTHER] = {**_KERAS, "state": "local.state_dict()"}
+
+
+def _other(script: pages.Block) -> pages.Block:
+    text = script.text
+    for line, instead in _DISTRIBUTED.items():
+        assert text.count(line) == 1
+        text = text.replace(line, instead)
+    return script._replace(text=text)
+
+
+SCRIPTS[OTHER] = _other(SCRIPTS["LocalUpdates"])
 
 Arrays = dict[str, np.ndarray]
 
@@ -80,7 +107,6 @@ def run(
     text, ending, after = text.partition(_ENDING)
     file = folder.with_suffix(".py")
     file.write_text(text + probes["end"] + ending + after, encoding="utf-8")
-    folder.mkdir(exist_ok=True)
     ended = Launch(launcher, ranks).run(
         str(file), str(folder), str(steps), str(folder), limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": "1"}
     )
@@ -95,7 +121,7 @@ def _arrays_in(path: str) -> Arrays:
 
 def needs(what: str) -> list[pytest.MarkDecorator]:
     """Only the first script is for `make test`; Keras' is skipped without TensorFlow."""
-    module = {"BackupAndRestore": "tensorflow"}.get(what, "numpy")
+    module = "tensorflow" if what in ("LocalUpdates", OTHER) else "numpy"
     missing = pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
     return [missing, *([] if what == "torch.save" else [pytest.mark.full])]
 
