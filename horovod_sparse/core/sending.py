@@ -141,11 +141,6 @@ class Sending:
         """Let this rank's message say that its gradient is not finite, because it gives the step up. Call it before `begin`."""
         self.not_finite.append(NOWHERE)
 
-    @property
-    def finite(self) -> bool:
-        """Whether all gradients of this rank are finite, as far as the host knows."""
-        return not self.not_finite
-
     def begin(self) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
         self._run = self.stage.exchange.collectives(self)
@@ -160,6 +155,10 @@ class Sending:
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def finite(self) -> bool:
+        return not self.not_finite
 
     def message(self) -> Array:
         indices = self.ops.indices(np.empty(0, np.int64), self.buffer) if self.not_finite else self.select().indices

@@ -109,6 +109,10 @@ class Sender(Named, Protocol):
     def step(self) -> int:
         """The number of this step, which must be the same on all ranks."""
 
+    @property
+    def finite(self) -> bool:
+        """Whether all of this rank's gradients are finite, as far as the host knows."""
+
     def message(self) -> Array:
         """Select, take what was selected out of the residual, and return message 1 of `wire` with it."""
 
