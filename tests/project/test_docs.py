@@ -82,6 +82,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in pages.anchors(other), f"{page.name} links to {target}"
 
 
+def test_who_stays_in_the_clone_installs_it_in_place() -> None:
+    """There the clone's folder is what Python imports, and another way of installing would leave it without kernels."""
+    # Jobs on clusters start elsewhere.
+    for page in [page for page in pages.pages() if page.name != "launching.md"]:
+        lines = re.findall(r"pip install .*", page.read_text(encoding="utf-8"))
+        copied = [line for line in lines if re.search(r' "?\.[\["`\s]|\.$', line) and " -e " not in line]
+        assert copied == [], page.name
+
+
 def test_links_of_the_description_on_package_indexes_are_absolute() -> None:
     done = python("setup.py", "--long-description", cwd=ROOT)
     assert done.returncode == 0, done.stderr
