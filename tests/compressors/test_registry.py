@@ -49,6 +49,15 @@ def test_the_table_of_the_laws_has_a_row_for_every_compressor() -> None:
         assert cls in rows, f"add a row to tests/table.py: {cls.__name__}"
 
 
+def test_the_laws_take_a_class_of_ones_own_or_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = import_module("tests.harness.table")
+    assert table.own_row("horovod_sparse.compressors:TopK") == table.Row("TopK", compressors.TopK)
+    monkeypatch.setattr(table, "ROW", table.Row("own", compressors.TopK, largest=False), raising=False)
+    assert table.own_row("tests.harness.table:ROW") is table.ROW
+    with pytest.raises(TypeError, match=r"Backend must be a subclass of horovod_sparse\.compressors\.base\.Compressor"):
+        table.own_row("tests.harness.table:Backend")
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @for_all_classes
 def test_every_adapter_has_every_compressor(adapter: str, cls: type[Compressor]) -> None:

@@ -44,17 +44,16 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_compressor_of_the_page_passes_all_laws() -> None:
+def test_the_compressor_of_the_page_passes_all_laws(tmp_path: Path) -> None:
     page = ROOT / "docs" / "adding-a-compressor.md"
     code = pages.blocks(page, "python")[0].text
     assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
-    (row,) = re.findall(r"`(Row\(.*\))`", page.read_text(encoding="utf-8"))
-    # In a process of its own: the table of compressors is replaced before the laws are collected.
-    laws = "import sys, pytest\nfrom tests.harness import table\nfrom tests.harness.table import Row\n"
-    laws += f"table.COMPRESSORS[:] = [{row.replace('compressors.', '')}]\n"
-    files = [f"tests/compressors/test_{name}.py" for name in ("laws", "backends")]
-    laws += f"sys.exit(pytest.main([*{files}, '-q', '-p', 'no:cacheprovider']))"
-    done = python("-c", code + laws, limit=600, PYTHONPATH=str(ROOT))
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    (imported, row) = re.findall(r"`(from tests\.harness\.table import Row|ROW = Row\(.*?\))`", text)
+    (tmp_path / "mine.py").write_text(f"{code}\n{imported}\n{row}\n")
+    (module, *arguments) = re.findall(r"`\.venv/bin/python -m (pytest .* --compressor) mine:", text)[0].split()
+    command = ("-m", module, *arguments, "mine:ROW", "-q", "-p", "no:cacheprovider")
+    done = python(*command, limit=600, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
 
