@@ -44,15 +44,18 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_compressor_of_the_page_passes_all_laws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["RMSThreshold", "Unusual"])
+def test_a_compressor_of_the_page_passes_all_laws(name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / "adding-a-compressor.md"
-    code = pages.blocks(page, "python")[0].text
+    (code,) = (one.text for one in pages.blocks(page, "python") if f"class {name}(Compressor)" in one.text)
+    code, _, _ = code.partition("\n\n\nreduce = ")
     assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
     text = " ".join(page.read_text(encoding="utf-8").split())
-    (imported, row) = re.findall(r"`(from tests\.harness\.table import Row|ROW = Row\(.*?\))`", text)
-    (tmp_path / "mine.py").write_text(f"{code}\n{imported}\n{row}\n")
-    (module, *arguments) = re.findall(r"`\.venv/bin/python -m (pytest .* --compressor) mine:", text)[0].split()
-    command = ("-m", module, *arguments, "mine:ROW", "-q", "-p", "no:cacheprovider")
+    (imported,) = re.findall(r"`(from tests\.harness\.table import Row)`", text)
+    (row,) = re.findall(rf"\b(Row\(\"\w+\", {name}, .*?\))`", text)
+    (tmp_path / "mine.py").write_text(f"{code}\n{imported}\nROW = {row}\n")
+    (arguments,) = re.findall(r"`\.venv/bin/python (-m pytest .* --compressor) mine:", text)
+    command = (*arguments.split(), "mine:ROW", "-q", "-p", "no:cacheprovider")
     done = python(*command, limit=600, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
