@@ -45,7 +45,7 @@ demo: ## train a small model on several processes, dense and sparse; sets up PyT
 	@docker/setup.sh demo
 	$(bin)/python examples/demo.py
 
-demo-ddp: ## the same with torch.distributed alone: no Horovod, no compiler
+demo-ddp: ## the same with torch.distributed alone: no Horovod; kernels are compiled where there is a compiler
 	@docker/setup.sh ddp
 	$(bin)/python examples/demo.py --transport ddp
 

@@ -19,6 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
+from horovod_sparse.torch import stock
+
+if stock.module is None:
+    raise SystemExit(f"this needs Horovod ({stock.missing}); without it, torchrun times steps of `horovod-sparse try`")
 
 # --- models ---
 

@@ -4,7 +4,7 @@
 #   docker/setup.sh [demo | ddp | frameworks | horovod]
 #
 #   demo          what `make demo` needs is enough: a new environment gets PyTorch alone, and the next full set-up adds the rest
-#   ddp           what `make demo-ddp` needs is enough: the same without Horovod, and nothing is compiled unless a compiler is there
+#   ddp           what `make demo-ddp` needs is enough: the same without Horovod, and kernels are compiled if a compiler is there
 #   frameworks    stop when PyTorch and TensorFlow are there, horovod: when Horovod is too; stages of cpu.Dockerfile
 #   PYTHON        interpreter for a new .venv: 3.10 to 3.13, or 3.14 without TensorFlow (default: the first of the candidates below)
 #   FRAMEWORKS    "torch tensorflow" or "torch" (default: as last time, at first "torch tensorflow")
@@ -67,7 +67,8 @@ install_frameworks() {
     wanted=${wanted/tensorflow/tensorflow-cpu}
     choose_pins >"$pins"
     : >"$log"
-    step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
+    # What the package is built with is there first: without cffi its kernels would be left out.
+    step "$log" "installing $wanted" "${pip[@]}" setuptools wheel cffi $wanted
     # For tests, which interpret its kernels; the version that torch asks for where it is built for a GPU. Apart: where it is found,
     # torch imports it by and by, and a process that has imported TensorFlow before that crashes.
     is_partial || step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,8 @@ def main() -> None:
     through_ddp = args.transport == "ddp"
     if through_ddp and args.framework != "torch":
         parser.error(f"--transport ddp is for PyTorch, got --framework {args.framework}")
+    if not through_ddp and find_spec("horovod") is None:
+        parser.error("Horovod is not installed: add --transport ddp, or install Horovod")
     output = args.output / ("ddp" if through_ddp else args.framework)
     output.mkdir(parents=True, exist_ok=True)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def main() -> None:
         "--local-updates", action="store_true", help="exchange movements by LocalUpdates, which is the line for adamw"
     )
     args = parser.parse_args()
+    if args.transport == "horovod" and find_spec("horovod") is None:
+        parser.error("Horovod is not installed: start with torchrun and add --transport ddp, or install Horovod")
     hvd = import_module("ddp" if args.transport == "ddp" else "horovod_sparse.torch")
     hvd.init()
     torch.manual_seed(args.seed)

@@ -60,8 +60,32 @@ EVERY: dict[str, int] = {
 """Of the cases of a test of these modules, which take long, `make test` runs every n-th, the first one included."""
 
 
+OWN = "--compressor"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run only the tests of a compressor of one's own, or of the `Row` that describes it (tests/harness/table.py)"
+    parser.addoption(OWN, metavar="MODULE:NAME", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    own = config.getoption(OWN)
+    if own is None:
+        return
+    # Not imported above: it imports the frameworks.
+    table = import_module("tests.harness.table")
+    try:
+        table.COMPRESSORS.append(table.own_row(own))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise pytest.UsageError(f"{OWN} must be module:Class or module:ROW, got {own!r}: {error}") from error
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    if config.getoption(OWN) is not None:
+        own = import_module("tests.harness.table").COMPRESSORS[-1]
+        items[:] = [item for item in items if hasattr(item, "callspec") and item.callspec.params.get("row") is own]
+        return
     seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
         module = f"{item.path.parent.name}/{item.path.stem}"

@@ -72,7 +72,7 @@ class Rounds:
     @torch.no_grad()
     def begin_step(self, optimizer: Any) -> None:
         """Note where the parameters are, and which of them a step of the optimizer trains."""
-        if self._age == 0 and self._transport.position == 0:
+        if self._age == 0 and self._source.speaks:
             warn_of_no_state(steps_made(optimizer), "LocalUpdates")
         follow(self._parts)
         self.movement.begin(optimizer.param_groups)

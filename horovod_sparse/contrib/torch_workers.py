@@ -90,6 +90,10 @@ class MovementSource(TensorSource):
             self.driver.drop()
             self.memory = {}
 
+    @property
+    def speaks(self) -> bool:
+        return super().speaks and not any(shards.position for shards in self._shards)
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return self.memory.get(parameter)
 

@@ -160,8 +160,8 @@ class Driver(Store):
 
 
 def log_start(feedback: Feedback, kernels: str, advice: str = "") -> None:
-    """Log in the first step, on the first worker, what is compressed, and `advice`. `kernels` names the compiled ones."""
-    if feedback.position == 0:
+    """Log in the first step, on one worker, what is compressed, and `advice`. `kernels` names the compiled ones."""
+    if feedback.speaks:
         compressor, world = feedback.compressor, feedback.world
         ratio = compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)

@@ -30,6 +30,7 @@ class Feedback:
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip` depends on it.
         device_selector: see `DeviceSelectorFor`.
+        speaks: whether the first worker writes the log. Where several groups of workers train one model, one of them does.
     """
 
     def __init__(
@@ -42,9 +43,12 @@ class Feedback:
         rank: int,
         averages: bool = True,
         device_selector: DeviceSelectorFor = lambda *bucket: None,
+        speaks: bool = True,
     ) -> None:
         self.ops, self.compressor = ops, compressor
         self.world, self.position, self.rank = world, position, rank
+        self.speaks = speaks and position == 0
+        """Whether this worker writes the log for all."""
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -69,7 +73,7 @@ class Feedback:
             buffer = self.residuals.allocate(layout, array)
             velocity = None if self.compressor.momentum is None else self.velocities.allocate(layout, array)
             memory, selector = (buffer, velocity), self._device_selector
-            speaks = self.position == 0 and not layout.is_dense and not self.compressed
+            speaks = self.speaks and not layout.is_dense and not self.compressed
             bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, *memory, selector, speaks=speaks)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))

@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import random
+import socket
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -38,6 +39,9 @@ RATIOS = (0.01, 0.001)
 _WRAPPED, _REGISTER = "compression=SIDCo(ratio={})", "register(model, SIDCo(ratio={}))"
 _LOCAL = 'LocalUpdates(adamw, model, SIDCo(ratio={}, exchange=Pairs("packed")))'
 """What is written for a sparse exchange: with Horovod, with DDP, and with AdamW with both."""
+_BETWEEN = "register(model, SIDCo(ratio={}), mesh=mesh)"
+"""The same with DDP, where torchrun has started several workers on each node."""
+_ONE_HOST = "All workers are on one host, {}: these times say nothing about a network between hosts."
 WARM_STEPS = 4
 """Steps before the first that is timed. PowerSGD begins in the third, and thresholds have settled by then."""
 _NO_GAIN = 0.95
@@ -189,8 +193,19 @@ def _with_ddp(dense: str, model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
     return made, optimizer
 
 
-def _sparse(ratio: float, model: nn.Module, optimizer: Any, line: str) -> Made:
-    """Return a contender with SIDCo, as a line of `_SPARSE` says."""
+def _mesh(group: Any, device: Any) -> Any:
+    """Return the mesh of nodes with several workers each; None if there is none."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if set(group.everyone(here)) != {here} or not 1 < here < group.world:
+        return None
+    shape = (group.world // here, here)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _sparse(ratio: float, line: str, mesh: Any, model: nn.Module, optimizer: Any) -> Made:
+    """Return a contender with SIDCo, as its line says."""
     from torch.nn.parallel import DistributedDataParallel
 
     from horovod_sparse.torch import LocalUpdates, Pairs, SIDCo, register
@@ -199,16 +214,16 @@ def _sparse(ratio: float, model: nn.Module, optimizer: Any, line: str) -> Made:
         packed = SIDCo(ratio=ratio, warmup=None, exchange=Pairs("packed"))
         return model, LocalUpdates(optimizer, model, packed), packed
     made = SIDCo(ratio=ratio, warmup=None)
-    if line == _REGISTER:
+    if line in (_REGISTER, _BETWEEN):
         wrapped = DistributedDataParallel(model)
-        register(wrapped, made, optimizer=optimizer)
+        register(wrapped, made, optimizer=optimizer, mesh=mesh if line == _BETWEEN else None)
         return wrapped, optimizer, made
     hvd: Any = import_module("horovod_sparse.torch")
     return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=made), made
 
 
-def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
-    """Time the contenders in turns. Return the results, the number of workers and this worker's rank."""
+def measure(arguments: argparse.Namespace) -> tuple[list[Result], Sequence[str], int]:
+    """Time the contenders in turns. Return the results, the host of each worker and this worker's rank."""
     import torch
 
     group, device = _group()
@@ -217,8 +232,11 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     # Gloo has no hook for bfloat16.
     dense = {title: use for title, use in dense.items() if title != "dense bf16" or device.type == "cuda"}
     line = _LOCAL if arguments.optimizer == "adamw" else _REGISTER if under_ddp else _WRAPPED
-    sparse = {f"SIDCo {ratio:g}": ratio for ratio in RATIOS}
-    uses = {ALONE: "", **dense, **{title: line.format(f"{ratio:g}") for title, ratio in sparse.items()}}
+    mesh = _mesh(group, device) if line == _REGISTER else None
+    sparse = {f"SIDCo {ratio:g}": (ratio, line) for ratio in RATIOS}
+    if mesh is not None:
+        sparse |= {f"SIDCo {ratio:g} between nodes": (ratio, _BETWEEN) for ratio in RATIOS}
+    uses = {ALONE: "", **dense, **{title: use.format(f"{ratio:g}") for title, (ratio, use) in sparse.items()}}
     new = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.SGD
     contenders: list[Made] = []
     for title in uses:
@@ -226,7 +244,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
         model = _sleeper(arguments.parameters, arguments.step_ms / 1e3, group.rank).to(device)
         optimizer = new(model.parameters(), lr=1e-4)
         if title in sparse:
-            contenders.append(_sparse(sparse[title], model, optimizer, line))
+            contenders.append(_sparse(*sparse[title], mesh, model, optimizer))
         else:
             contenders.append((*((model, optimizer) if title == ALONE else make(title, model, optimizer)), None))
 
@@ -255,7 +273,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
         sent = known.get(title) if compression is None else compression.stats().last.total.bytes_sent
         results.append(Result(title, use, sent, times))
-    return results, group.world, group.rank
+    return results, group.everyone(socket.gethostname()), group.rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -275,9 +293,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the results on one worker, and return the exit status."""
     if find_spec("torch") is None:
         raise SystemExit("try needs PyTorch, which is not installed; see horovod-sparse check")
-    results, workers, rank = measure(arguments)
+    results, hosts, rank = measure(arguments)
     if rank == 0:
         computing = f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
-        title = f"{computing}, {workers} workers, {arguments.rounds} rounds"
-        print(title, "", *table(results), "", advice(results), sep="\n", flush=True)
+        title = f"{computing}, {len(hosts)} workers, {arguments.rounds} rounds"
+        remarks = [_ONE_HOST.format(hosts[0])] if len(set(hosts)) == 1 else []
+        print(title, "", *table(results), "", advice(results), *remarks, sep="\n", flush=True)
     return 0

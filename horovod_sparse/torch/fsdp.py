@@ -79,6 +79,10 @@ class ShardedSource(TensorSource):
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trained)
 
+    @property
+    def speaks(self) -> bool:
+        return super().speaks and not any(shards.position for shards in self._shards)
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         backward = self._backward()
         return self.memory[parameter] if backward is not None and parameter in backward.arrived else None

@@ -67,6 +67,10 @@ class NodeSource(TensorSource):
         return self.memory[parameter] if self._used is None or parameter in self._used_parts else None
 
     @property
+    def speaks(self) -> bool:
+        return super().speaks and self._within.node.position == 0
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the parts that are here."""
         groups = super().param_groups

@@ -78,6 +78,11 @@ class TensorSource(ABC):
         """Whether gradients are averaged over the ranks, or added up."""
         return True
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank writes the log for all."""
+        return self.driver.transport.position == 0
+
     @abstractmethod
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient that a parameter has got in this step, as a dense tensor; None if it has got none."""
@@ -177,15 +182,23 @@ class TensorSource(ABC):
         driver = self.driver
         is_new = driver.feedback is None and driver.deferred is None
         driver.extend(described, tensors, hint, later)
-        if is_new and driver.transport.position == 0:
+        if is_new and self.speaks:
             warn_of_no_state(steps_made(optimizer))
         self.names.update(new)
         self.parameters.update(tensors)
 
     def _new_feedback(self) -> Feedback:
         one = self.driver.transport
-        place = {"world": one.world, "position": one.position, "rank": one.rank}
-        return Feedback(tensor_ops(), self.compressor, averages=self.averages, device_selector=on_gpu, **place)
+        return Feedback(
+            tensor_ops(),
+            self.compressor,
+            world=one.world,
+            position=one.position,
+            rank=one.rank,
+            averages=self.averages,
+            device_selector=on_gpu,
+            speaks=self.speaks,
+        )
 
     def waiting(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor, float]]:
         """Return parameters for which something waits, their residuals, and what makes these updates; between two steps.

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,7 +18,14 @@ from horovod_sparse.core.binding import BoundCompressor
 from tests.harness.makers import MakeCompression, makers
 from tests.harness.process import ROOT, python
 
-ADAPTERS = ("numpy", "torch", "tensorflow", "tensorflow.keras")
+NEEDS = {
+    "numpy": (),
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "horovod"),
+    "tensorflow.keras": ("tensorflow", "horovod"),
+}
+ADAPTERS = [adapter for adapter, needs in NEEDS.items() if all(map(find_spec, needs))]
+"""Those that can be imported here."""
 MIXINS = {"torch": "TorchCompressor", "tensorflow": "TensorflowCompressor"}
 
 MAKERS = makers(0.1, Threshold={"threshold": 1.0})
@@ -41,6 +49,15 @@ def test_the_table_of_the_laws_has_a_row_for_every_compressor() -> None:
         assert cls in rows, f"add a row to tests/table.py: {cls.__name__}"
 
 
+def test_the_laws_take_a_class_of_ones_own_or_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = import_module("tests.harness.table")
+    assert table.own_row("horovod_sparse.compressors:TopK") == table.Row("TopK", compressors.TopK)
+    monkeypatch.setattr(table, "ROW", table.Row("own", compressors.TopK, largest=False), raising=False)
+    assert table.own_row("tests.harness.table:ROW") is table.ROW
+    with pytest.raises(TypeError, match=r"Backend must be a subclass of horovod_sparse\.compressors\.base\.Compressor"):
+        table.own_row("tests.harness.table:Backend")
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @for_all_classes
 def test_every_adapter_has_every_compressor(adapter: str, cls: type[Compressor]) -> None:
@@ -50,7 +67,8 @@ def test_every_adapter_has_every_compressor(adapter: str, cls: type[Compressor])
     framework = adapter.partition(".")[0]
     if framework in MIXINS:
         assert issubclass(made, BoundCompressor)
-        assert issubclass(made, import_module(f"horovod.{framework}.compression").Compressor)
+        if find_spec("horovod"):
+            assert issubclass(made, import_module(f"horovod.{framework}.compression").Compressor)
         assert made.__module__ == f"horovod_sparse.{framework}.compressors"
         assert sys.modules[made.__module__].__all__ == compressors.__all__, "nothing else is exported"
     else:
@@ -68,6 +86,7 @@ def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
 
 @pytest.mark.full
 def test_mypy_checks_what_users_write() -> None:
+    pytest.importorskip("mypy")
     code = (
         "from horovod_sparse.torch import SIDCo, MomentumCorrection, Schedule\n"
         "reveal_type(SIDCo(ratio=0.1).stats())\n"

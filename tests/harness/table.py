@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -145,6 +146,17 @@ COMPRESSORS = [
     Row("randomblock-own", compressors.RandomBlock, {"exchange": Pairs()}, **_RANDOM, workers_differ=True),
     Row("threshold", compressors.Threshold, arguments=_threshold, band=(1.6, 6.3), follows_scale=True),
 ]
+
+
+def own_row(text: str) -> Row:
+    """The row `module:ROW`, or that of the class `module:Class`."""
+    module, _, name = text.partition(":")
+    found = getattr(import_module(module), name)
+    if isinstance(found, Row):
+        return found
+    if not issubclass(found, Compressor):
+        raise TypeError(f"{name} must be a subclass of horovod_sparse.compressors.base.Compressor, or a Row")
+    return Row(name, found)
 
 
 def gradients(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:

@@ -5,6 +5,7 @@ Imports no framework before it is asked for the scenarios.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,19 @@ def raised(error: type[BaseException] | tuple[type[BaseException], ...], functio
     except error as caught:
         return str(caught)
     raise AssertionError(f"nothing raised, expected {error}")
+
+
+def logged(function: Callable[..., object]) -> list[str]:
+    """What the function has the log say, and warns of on our behalf."""
+    log, handler, said = logging.getLogger("horovod_sparse"), logging.Handler(logging.INFO), []
+    before, handler.emit = log.level, lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        return [*warned(function), *said]
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def warned(function: Callable[..., object]) -> list[str]:

@@ -40,6 +40,15 @@ def test_the_recipe_for_conda_says_what_pyproject_says() -> None:
     assert [about["license_file"]] == project["license-files"]
 
 
+def test_make_installs_what_builds_the_package_before_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    frameworks, package = (ROOT / "docker" / "setup.sh").read_text().split("install_package() {")
+    assert "--no-build-isolation" in package, "else pip installs them itself"
+    (line,) = re.findall(r'"installing \$wanted" "\$\{pip\[@\]\}" (.*)', frameworks)
+    assert {re.match(r"\w+", need).group() for need in wanted} <= set(line.split())
+
+
 @pytest.mark.skipif(not Path(sys.prefix, ".setup").exists(), reason="the environment is not one of `make setup`")
 def test_make_setup_has_installed_what_tests_skip_without() -> None:
     for name in ("triton", "xdist", "mpi4py", "matplotlib", "sklearn"):

@@ -44,17 +44,19 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_compressor_of_the_page_passes_all_laws() -> None:
+@pytest.mark.parametrize("name", ["RMSThreshold", "Unusual"])
+def test_a_compressor_of_the_page_passes_all_laws(name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / "adding-a-compressor.md"
-    code = pages.blocks(page, "python")[0].text
+    (code,) = (one.text for one in pages.blocks(page, "python") if f"class {name}(Compressor)" in one.text)
+    code, _, _ = code.partition("\n\n\nreduce = ")
     assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
-    (row,) = re.findall(r"`(Row\(.*\))`", page.read_text(encoding="utf-8"))
-    # In a process of its own: the table of compressors is replaced before the laws are collected.
-    laws = "import sys, pytest\nfrom tests.harness import table\nfrom tests.harness.table import Row\n"
-    laws += f"table.COMPRESSORS[:] = [{row.replace('compressors.', '')}]\n"
-    files = [f"tests/compressors/test_{name}.py" for name in ("laws", "backends")]
-    laws += f"sys.exit(pytest.main([*{files}, '-q', '-p', 'no:cacheprovider']))"
-    done = python("-c", code + laws, limit=600, PYTHONPATH=str(ROOT))
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    (imported,) = re.findall(r"`(from tests\.harness\.table import Row)`", text)
+    (row,) = re.findall(rf"\b(Row\(\"\w+\", {name}, .*?\))`", text)
+    (tmp_path / "mine.py").write_text(f"{code}\n{imported}\nROW = {row}\n")
+    (arguments,) = re.findall(r"`\.venv/bin/python (-m pytest .* --compressor) mine:", text)
+    command = (*arguments.split(), "mine:ROW", "-q", "-p", "no:cacheprovider")
+    done = python(*command, limit=600, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
 
@@ -80,6 +82,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert other.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in pages.anchors(other), f"{page.name} links to {target}"
+
+
+def test_who_stays_in_the_clone_installs_it_in_place() -> None:
+    """There the clone's folder is what Python imports, and another way of installing would leave it without kernels."""
+    # Jobs on clusters start elsewhere.
+    for page in [page for page in pages.pages() if page.name != "launching.md"]:
+        lines = re.findall(r"pip install .*", page.read_text(encoding="utf-8"))
+        copied = [line for line in lines if re.search(r' "?\.[\["`\s]|\.$', line) and " -e " not in line]
+        assert copied == [], page.name
 
 
 def test_links_of_the_description_on_package_indexes_are_absolute() -> None:

@@ -80,3 +80,22 @@ def test_every_exchange_is_timed(launch: Launch, optimizer: str, line: str) -> N
     assert int(sent["dense fp32"]) == 2 * int(sent["dense fp16"]) > 10 * int(sent["SIDCo 0.01"]) > 0
     # Rank 0 alone prints.
     assert sum(row.startswith("Use ") for row in lines) == 1, str(ended)
+    assert sum(row.startswith("All workers are on one host, ") for row in lines) == 1, str(ended)
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+def test_a_mesh_is_timed_where_nodes_have_several_workers() -> None:
+    code = "import os, socket, sys; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
+    code += "socket.gethostname = lambda: f'host{int(os.environ[\"RANK\"]) // 2}'\n"
+    code += "from horovod_sparse.tools import cli; cli.main(sys.argv[1:])"
+    ended = Launch("torchrun", 4, "ddp").run("-c", code, *SMALL[2:], limit=120)
+    assert ended.code == 0, str(ended)
+    rows = [row.strip("| ").split(" | ") for row in ended.output.splitlines() if row.startswith("| ")]
+    sent = {title: int(count.replace(",", "")) for title, count, *_ in rows if title.startswith("SIDCo")}
+    assert len(sent) == 4
+    for ratio in trial.RATIOS:
+        # Each of two workers sends its half of what is selected to the other node, and not to three workers all of it.
+        assert sent[f"SIDCo {ratio} between nodes"] < 0.5 * sent[f"SIDCo {ratio}"]
+    assert rows[-1][-1] == "`register(model, SIDCo(ratio=0.001), mesh=mesh)`"
+    assert "one host" not in ended.output

@@ -16,12 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_sparse.torch import LocalUpdates
+from horovod_sparse.torch import LocalUpdates, TopK, register
 
 from .. import local_programs as programs
-from ..common import digest, everyone, hvd, raised
+from ..common import digest, everyone, hvd, raised, small_model, train
 from ..local_programs import ADAMW, STEPS, Placing, Way, loss_of, mark, sparse
-from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
+from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, logged, scenario
+from .common import sgd
+from .nodes import over
 from .sharded import assert_same_shards, here, mesh_of, replica, shard
 
 
@@ -198,3 +200,34 @@ def models_that_are_not_sharded_over_the_shards_alone_are_refused() -> None:
     refuse(programs.net(), "leave it out to exchange between all workers", group=mesh_of(2)["replicate"])
     if hvd.size() > 2:
         refuse(sharded(programs.net()), "different shards of one", group=mesh_of(2)["shard"])
+
+
+# --- the log ---
+
+
+def of_nodes(compression: Any) -> tuple[Any, Any]:
+    model = small_model()
+    optimizer = sgd(model)
+    return over(model, compression, optimizer=optimizer), optimizer
+
+
+def of_shards(compression: Any) -> tuple[Any, Any]:
+    model = sharded(small_model())
+    optimizer = sgd(model)
+    register(model, compression, optimizer, replicate=SHARDED.group())
+    return model, optimizer
+
+
+def of_movements(compression: Any) -> tuple[Any, Any]:
+    model = sharded(small_model())
+    return model, LocalUpdates(sgd(model), model, compression, group=SHARDED.group())
+
+
+@scenario(TORCHRUN_4, cases={"nodes": (of_nodes,), "shards": (of_shards,), "movements": (of_movements,)})
+def one_rank_of_all_speaks(make: Any) -> None:
+    """In the first step, of an optimizer that has made steps, and when the warm-up has ended."""
+    model, optimizer = make(TopK(0.1, warmup=0.2))
+    getattr(optimizer, "optimizer", optimizer).state[next(model.parameters())]["step"] = 5
+    said = everyone(logged(lambda: train(model, optimizer, range(4))))
+    for text in ("parameters dense", "has made 5 steps, but no state", "the warm-up has ended"):
+        assert [sum(text in line for line in of_rank) for of_rank in said] == [1, 0, 0, 0], (text, said)
