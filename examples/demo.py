@@ -45,7 +45,7 @@ RUNS = (
     Run("fp32", "dense fp32", ("--compression", "none"), "#000000"),
     Run("fp16", "dense fp16", ("--compression", "fp16"), "#e69f00"),
     Run("sidco-0.01", "SIDCo 0.01", ("--compression", "sidco", "--ratio", "0.01"), "#0072b2"),
-    Run("sidco-0.001", "SIDCo 0.001", ("--compression", "sidco", "--ratio", "0.001"), "#d55e00"),
+    Run("topk-0.01", "TopK 0.01", ("--compression", "topk", "--ratio", "0.01"), "#d55e00"),
 )
 ADAMW = tuple(
     replace(

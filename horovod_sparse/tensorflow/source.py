@@ -9,6 +9,7 @@ Tested by tests/parallel/tf/tape.py.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections import Counter
@@ -45,6 +46,21 @@ made does not count. The key includes the ranks because Horovod gives the number
 _made: Counter[str] = Counter()
 """How many compressors have begun to serve tapes, by their settings."""
 _SUSPICIOUS = 10
+
+
+def check_compiled() -> None:
+    """Raise ValueError within a function that XLA compiles: TensorFlow's own message does not say why it cannot."""
+    frame = None if tf.executing_eagerly() else inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, tf.types.experimental.PolymorphicFunction) and getattr(caller, "_jit_compile", False):
+            name = getattr(caller.python_function, "__name__", caller)
+            raise ValueError(
+                f"jit_compile must be False in the tf.function {name!r}, got True (in Keras' compile() the default where there "
+                "is a GPU): XLA cannot compile Horovod's collectives; use model.compile(..., jit_compile=False), or compile "
+                "what computes gradients, and reduce and apply them outside"
+            )
+        frame = frame.f_back
 
 
 class VariableSource:
@@ -118,6 +134,7 @@ class VariableSource:
                 "tf.config.run_functions_eagerly must be False with a sparsifier, got True: collectives have no names of "
                 "their own where functions are called eagerly; for Keras use model.compile(run_eagerly=True)"
             )
+        check_compiled()
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
                 "lr_in_residual must be False with a gradient tape, which does not tell the learning rate; use a Keras 3 "

@@ -34,6 +34,17 @@ def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str,
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def test_every_row_of_the_demonstration_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up outlasts its runs, so another ratio would not make another run."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    demo = import_module("demo")
+    runs = []
+    for run in (*demo.RUNS, *demo.ADAMW):
+        ratio = run.options.index("--ratio") if "--ratio" in run.options else len(run.options)
+        runs.append((*run.options[:ratio], *run.options[ratio + 2 :]))
+    assert len(set(runs)) == len(runs)
+
+
 def needs(module: str) -> pytest.MarkDecorator:
     """Skip where a framework is not installed; without importing it, since a process loads only one."""
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")

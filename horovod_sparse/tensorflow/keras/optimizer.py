@@ -24,7 +24,7 @@ from horovod_sparse.tensorflow.exchange import make_variable
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, is_scaler, spoiled
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reduction import Reduction
-from horovod_sparse.tensorflow.source import VariableSource, source_of
+from horovod_sparse.tensorflow.source import VariableSource, check_compiled, source_of
 
 _INSTEAD = "callback LocalUpdates(compression) with a plain optimizer is its line"
 
@@ -271,6 +271,7 @@ def _check(optimizer: Any, passes: int, reduction: Reduction) -> None:
 
 def _check_callers(optimizer: Any) -> None:
     """Raise ValueError where a collective would hang or cannot be compiled: neither Keras nor TensorFlow reports it."""
+    check_compiled()
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -279,10 +280,5 @@ def _check_callers(optimizer: Any) -> None:
                 f"the distributed optimizer {optimizer.name!r} must be directly inside of a LossScaleOptimizer, but another "
                 "optimizer is between them: on ranks whose gradients overflow the call would be left out, and the others would "
                 "wait; use hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), compression=...)"
-            )
-        if isinstance(caller, keras.Model) and caller.compiled and caller.jit_compile and not tf.executing_eagerly():
-            raise ValueError(
-                f"jit_compile must be False in compile() of model {caller.name!r}, got True (Keras' default where there is a "
-                "GPU): XLA cannot compile Horovod's collectives; use model.compile(..., jit_compile=False)"
             )
         frame = frame.f_back
