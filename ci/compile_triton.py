@@ -29,6 +29,7 @@ from horovod_sparse.core.plan import Stage, layouts_of
 from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.kernels.gpu.message import assemble, pack, rows_in_use, union
 from horovod_sparse.kernels.gpu.packed import quantize, unquantize
+from horovod_sparse.ops.protocol import Moved
 
 COMPRESSORS = [
     TopK(0.001, warmup=None),
@@ -79,6 +80,8 @@ def step(compressor: Any, gradient: torch.dtype | None, momentum: float | None) 
     bucket.begin(compressor.new_state(), Stage(range(1), 40, 50, compressor.exchange, False, 0.0))
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     bucket.accumulate([(0, given)], momentum, 1.0)
+    if given is not None:
+        bucket.accumulate([(0, Moved(given, given, 1.4, 1e-6))], None, 1.0)
     bucket.decide(gives_up=False)
     message = bucket.message()
     if not isinstance(compressor, RandomK):

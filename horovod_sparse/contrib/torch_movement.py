@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse.contrib.lengths import ENTRIES, Lengths, sampled
+from horovod_sparse.ops.protocol import Moved
 
 Groups = Sequence[Mapping[str, Any]]
 """The optimizer's groups of parameters."""
@@ -22,7 +23,7 @@ _CACHED = 2**20
 
 
 class Movement:
-    """Where parameters began, and how far they have moved from there: `x <- x - start` and back, in their own memory.
+    """Where parameters began, and how far they have moved from there.
 
     `start` has the memory of one copy of the parameters, which is kept from step to step because new memory takes longer.
     """
@@ -105,20 +106,9 @@ class Movement:
     def _give(self) -> None:
         _copy([*self._parts.values()], [self.start[part] for part in self._parts.values()])
 
-    def take_away(self, parts: list[Tensor], growth: float) -> None:
-        """Turn values into how far they are from the start, times `growth` but for their decay."""
-        starts = [self.start[part] for part in parts]
-        torch._foreach_sub_(parts, starts)
-        if growth == 1.0:
-            return
-        torch._foreach_mul_(parts, growth)
-        together: dict[float, list[int]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            together[self._decay[part]].append(number)
-        for decay, some in together.items():
-            if decay:
-                moved, begun = [parts[number] for number in some], [starts[number] for number in some]
-                torch._foreach_add_(moved, begun, alpha=(growth - 1.0) * decay)
+    def moved(self, part: Tensor, growth: float) -> Moved:
+        """Return how far a part is from its start, times `growth` but for its decay."""
+        return Moved(part.detach(), self.start[part], growth, (growth - 1.0) * self._decay[part])
 
     def add_to(self, parts: list[Tensor]) -> None:
         """Turn how far values are to be from the start into these values."""

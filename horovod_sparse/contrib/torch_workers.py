@@ -22,6 +22,7 @@ from horovod_sparse.core.state import empty_state, step_of
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Reduced
+from horovod_sparse.ops.protocol import Moved
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -45,6 +46,8 @@ class MovementSource(TensorSource):
     ) -> None:
         super().__init__(compressor, transport, active=compresses(transport.world))
         self._given, self._shards = names, shards
+        self._moved: dict[Tensor, Moved] = {}
+        """How far parameters have moved, in the exchange that has begun."""
 
     @property
     def exchanges(self) -> int:
@@ -59,43 +62,41 @@ class MovementSource(TensorSource):
         if not parts and not self._shards:
             return
         self.memory = {part: part.detach() for part in parts}
+        self._moved = {part: movement.moved(part, growth) for part in parts}
         try:
             new = {one: name for one, name in self._given.items() if one in self.memory and one not in self.names}
             if new or self.driver.feedback is None:
                 agree(self, new, later=self._given.values())
             self.begin()
             # Buckets are packed from the last parameter to the first.
-            for some in in_turns(reversed(parts)):
-                movement.take_away(some, growth)
-                for part in some:
-                    self.add(part)
+            for part in reversed(parts):
+                self.add(part)
             self.add_rest()
         except BaseException:
             # The other workers wait for what this one has not sent.
             self.driver.give_up()
             raise
-        moved = {*parts}
 
         def write(slots: Sequence[Slot], reduced: Reduced) -> None:
             slot_of = {self.parameters[slot.name]: slot for slot in slots}
             for some in in_turns(slot_of):
                 self.write([slot_of[one] for one in some], reduced)
-                movement.add_to([one for one in some if one in moved])
+                movement.add_to([one for one in some if one in self._moved])
 
         try:
             fail_together(self.driver.complete(), self._shards)
-            self.memory |= {one: torch.empty_like(one) for one in self.names if one not in moved}
+            self.memory |= {one: torch.empty_like(one) for one in self.names if one not in self._moved}
             self.driver.finish(write)
         finally:
             self.driver.drop()
-            self.memory = {}
+            self.memory, self._moved = {}, {}
 
     @property
     def speaks(self) -> bool:
         return super().speaks and not any(shards.position for shards in self._shards)
 
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self.memory.get(parameter)
+    def gradient(self, parameter: Tensor) -> Moved | None:
+        return self._moved.get(parameter)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

@@ -23,8 +23,8 @@ from horovod_sparse.exchange.shared import Dense
 
 _DENSE = Dense()
 _SHARE_ON_DEVICE, _DEVICE_BUCKET_BYTES = 0.4, 256 * 2**20
-"""Fewer buckets on a device take fewer launches; the exchange of the first ones overlaps with the backward pass. With this share
-of the model there are three: parameters do not fill them."""
+"""Fewer buckets on a device take fewer launches; the exchange of the first ones overlaps with the backward pass. With this
+share of the model there are three: parameters do not fill them."""
 _LARGE = 2**20
 """Entries of a bucket for which warm-up compares exchanges. A bucket of any other size tells the same."""
 

@@ -61,11 +61,19 @@ int64_t keep_finite(T* x, int64_t n) {
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
 void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int threads, hs_notes& notes) {
-    const Form form = velocity != nullptr ? kMoving : rates.rate == 1 ? kPlain : kRated;
+    const bool has_start = gradient.start != 0;
+    const Form form = has_start ? kMoved : velocity != nullptr ? kMoving : rates.rate == 1 ? kPlain : kRated;
+    rates.growth = static_cast<T>(gradient.growth);
+    rates.pull = static_cast<T>(gradient.pull);
     const auto loop = loops<T>().accumulate[form][notes.wanted];
     const bool asks = asks_ahead.load(std::memory_order_relaxed);
     constexpr int own_type = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
-    const void* const given = reinterpret_cast<const void*>(gradient.address);
+    const auto piece_at = [&](uintptr_t address, int64_t begin, int64_t count, T* room) -> const T* {
+        const void* const given = reinterpret_cast<const void*>(address);
+        if (gradient.type == own_type) return static_cast<const T*>(given) + begin;
+        loops<T>().convert(given, gradient.type, begin, count, room);
+        return room;
+    };
     const int64_t n = gradient.n, parts = parts_of(n, threads);
     const int64_t room = notes.complete ? notes.room - notes.found : 0;
     std::vector<int64_t> not_finite(parts), numbers(parts);
@@ -75,15 +83,12 @@ void accumulate(T* residual, T* velocity, hs_part& gradient, Rates<T> rates, int
         Totals<T> totals;
         for (int64_t i = begin; i < end; i += kPiece) {
             const int64_t count = std::min(kPiece, end - i);
-            T converted[kPiece];
-            const T* piece = converted;
-            if (gradient.type == own_type)
-                piece = static_cast<const T*>(given) + i;
-            else
-                loops<T>().convert(given, gradient.type, i, count, converted);
-            T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
-            const uint32_t groups =
-                loop(residual + i, piece_of_velocity, piece, count, asks, rates, collector.bound, totals);
+            T converted[kPiece], begun[kPiece];
+            const T* const piece = piece_at(gradient.address, i, count, converted);
+            T* second = velocity == nullptr ? nullptr : velocity + i;
+            // It is only read.
+            if (has_start) second = const_cast<T*>(piece_at(gradient.start, i, count, begun));
+            const uint32_t groups = loop(residual + i, second, piece, count, asks, rates, collector.bound, totals);
             if (room > 0) collector.add(part, residual + i, i, count, groups);
         }
         totals.write(out);
@@ -330,7 +335,7 @@ int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_pa
     hs_notes& of_these = notes == nullptr ? none : *notes;
     typed(residual, type, [&](auto* entries) {
         using T = entry_type<decltype(entries)>;
-        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(rate)};
+        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(rate), 0, 0};
         for (hs_part* one = gradients; one != gradients + number; ++one) {
             T* const moved = velocity == nullptr ? nullptr : static_cast<T*>(velocity) + one->first;
             accumulate(entries + one->first, moved, *one, rates, threads, of_these);

@@ -25,6 +25,8 @@ typedef struct {
     uintptr_t address;  /* of the gradient, or of the part */
     int type;
     int64_t first, n;
+    uintptr_t start;    /* if not null, of an array like the gradient: growth * (gradient - start) + pull * start is taken in */
+    double growth, pull;
     int64_t not_finite; /* result: number of its entries that are not finite, and of sums that left the range of the type */
     int64_t found;      /* result: number of entries that are noted of this part and of those before it */
 } hs_part;
@@ -58,8 +60,8 @@ int hs_ask_ahead(int wanted);
 /* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
    spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
 int hs_share_threads(void);
-/* Takes in the gradients in this order. `velocity` and `notes` may be null. Changes nothing and returns 0 if a gradient reaches
-   beyond numel. */
+/* Takes in the gradients in this order. `velocity` and `notes` may be null; with a velocity no gradient has a start. Changes
+   nothing and returns 0 if a gradient reaches beyond numel. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
                   double momentum, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */

@@ -188,9 +188,15 @@ INLINE const T* whole_group(const T* group, int64_t left, T* rest) {
 template <class T, Form kForm>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, Rates<T> rates) {
     if (kForm == kPlain) return residual + gradient;
-    if (kForm == kRated) return residual + gradient * rates.rate;
+    if (kForm != kMoving) return residual + gradient * rates.rate;
     velocity = velocity * rates.momentum + gradient;
     return residual + velocity * rates.rate;
+}
+
+// Returns how far entries have moved from their start, as hs_part says.
+template <class T>
+INLINE Vector<T> distance(Vector<T> now, Vector<T> start, Rates<T> rates) {
+    return (now - start) * rates.growth + start * rates.pull;
 }
 
 // Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
@@ -205,37 +211,42 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
     return bad;
 }
 
-// Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted.
+// Returns a mask with a bit for each group that has an entry above the bound. `kWanted` is hs_notes.wanted. `second` is the
+// velocity, or where the gradient's entries began.
 template <class T, int kWanted, Form kForm>
-uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, bool asks, Rates<T> rates,
+uint32_t accumulate(T* residual, T* second, const T* gradient, int64_t count, bool asks, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
-    constexpr bool kVelocity = kForm >= kMoving;
+    constexpr bool kVelocity = kForm == kMoving, kSecond = kForm >= kMoving;
     Running<T> sums(totals);
     const Bits<T> limit = Bits<T>{} + bound;
     uint32_t groups = 0;
-    const auto do_group = [&](int64_t number, T* r, T* v, const T* g) ALWAYS {
+    const auto do_group = [&](int64_t number, T* r, T* s, const T* g) ALWAYS {
         Vector<T> now[kVectors], velocities[kVectors];
-        const auto update = [&](const T* from) ALWAYS {
+        const auto given = [&](int at) ALWAYS {
+            const auto vector = load<Vector<T>>(g + at);
+            return kForm == kMoved ? distance<T>(vector, load<Vector<T>>(s + at), rates) : vector;
+        };
+        const auto update = [&](const auto& taken_in) ALWAYS {
             Bits<T> most = {};
             each_vector<T>([&](int part) ALWAYS {
                 const int at = part * kLanes<T>;
-                velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
-                now[part] = updated<T, kForm>(load<Vector<T>>(r + at), velocities[part], load<Vector<T>>(from + at),
-                                              rates);
+                velocities[part] = kVelocity ? load<Vector<T>>(s + at) : Vector<T>{};
+                now[part] = updated<T, kForm>(load<Vector<T>>(r + at), velocities[part], taken_in(at), rates);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;
         };
-        Bits<T> most = update(g);
+        Bits<T> most = update(given);
         if (__builtin_expect(any_above(most, Bits<T>{} + (Type<T>::infinity - 1)), 0)) {
             // An entry of the gradient is not finite, or a sum has left the range of the type.
-            T cleaned[kGroup];
-            totals.bad += clean(g, cleaned);
-            most = update(cleaned);
+            T raw[kGroup], cleaned[kGroup];
+            each_vector<T>([&](int part) ALWAYS { store(raw + part * kLanes<T>, given(part * kLanes<T>)); });
+            totals.bad += clean(raw, cleaned);
+            most = update([&](int at) ALWAYS { return load<Vector<T>>(cleaned + at); });
         }
         each_vector<T>([&](int part) ALWAYS {
-            if (kVelocity) store(v + part * kLanes<T>, velocities[part]);
+            if (kVelocity) store(s + part * kLanes<T>, velocities[part]);
             store(r + part * kLanes<T>, now[part]);
             if (kWanted == 1) sums.count -= magnitude_bits<T>(now[part]) > Bits<T>{};
             if (kWanted == 2) sums.add(part, magnitude_bits<T>(now[part]), Bits<T>{}, 0.0);
@@ -249,21 +260,21 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
         for (int line = 0; asks && line < kGroup; line += 64 / static_cast<int>(sizeof(T))) {
             ask_for_what_follows(residual + i + line);
             ask_for_what_follows(gradient + i + line);
-            if (kVelocity) ask_for_what_follows(velocity + i + line);
+            if (kSecond) ask_for_what_follows(second + i + line);
         }
-        do_group(number, residual + i, velocity + i, gradient + i);
+        do_group(number, residual + i, second + i, gradient + i);
     }
     if (number * kGroup < count) {
         // Lanes beyond the end are zero, which adds to no result.
         const int64_t i = number * kGroup;
         const size_t bytes = (count - i) * sizeof(T);
-        T r[kGroup] = {}, v[kGroup] = {}, g[kGroup] = {};
+        T r[kGroup] = {}, s[kGroup] = {}, g[kGroup] = {};
         __builtin_memcpy(r, residual + i, bytes);
-        if (kVelocity) __builtin_memcpy(v, velocity + i, bytes);
+        if (kSecond) __builtin_memcpy(s, second + i, bytes);
         __builtin_memcpy(g, gradient + i, bytes);
-        do_group(number, r, v, g);
+        do_group(number, r, s, g);
         __builtin_memcpy(residual + i, r, bytes);
-        if (kVelocity) __builtin_memcpy(velocity + i, v, bytes);
+        if (kVelocity) __builtin_memcpy(second + i, s, bytes);
     }
     sums.write(totals);
     return groups;
@@ -386,7 +397,8 @@ template <class T>
 constexpr Loops<T> loops() {
     return {{{accumulate<T, 0, kPlain>, accumulate<T, 1, kPlain>, accumulate<T, 2, kPlain>},
              {accumulate<T, 0, kRated>, accumulate<T, 1, kRated>, accumulate<T, 2, kRated>},
-             {accumulate<T, 0, kMoving>, accumulate<T, 1, kMoving>, accumulate<T, 2, kMoving>}},
+             {accumulate<T, 0, kMoving>, accumulate<T, 1, kMoving>, accumulate<T, 2, kMoving>},
+             {accumulate<T, 0, kMoved>, accumulate<T, 1, kMoved>, accumulate<T, 2, kMoved>}},
             measure<T, false>, measure<T, true>, count_above<T>, count_digits<T>,
             groups_above<T>, find<T>, convert<T>};
 }

@@ -15,7 +15,7 @@ from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, pool
 from horovod_sparse.kernels.memory import FLOAT16, FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
-from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Array, Moved, Moving, Part, Selection, Sums, Tracked
 
 
 class KernelOps(HostOps):
@@ -58,14 +58,26 @@ class KernelOps(HostOps):
     def add_noting(
         self, residual: Memory, gradients: Sequence[Part], moving: Moving | None, rate: float, notes: Any = None
     ) -> Any | None:
-        given, owners = [], []
+        given: list[tuple[Any, ...]] = []
+        owners: list[object] = []
         for first, gradient in gradients:
-            at = self.memory(gradient)
+            moved = gradient if isinstance(gradient, Moved) else None
+            if moved is not None and moving is not None:
+                return None
+            at = self.memory(gradient if moved is None else moved.now)
             if at is None or at.type > FLOAT16:
                 return None
-            given.append((ffi.cast("uintptr_t", at.pointer), at.type, first, at.numel))
+            place = ffi.cast("uintptr_t", at.pointer), at.type, first, at.numel
             # Contiguous copies live as long as their memory is used.
             owners.append(at.owner)
+            if moved is None:
+                given.append(place)
+                continue
+            start = self.memory(moved.start)
+            if start is None or (start.type, start.numel) != (at.type, at.numel):
+                return None
+            given.append((*place, ffi.cast("uintptr_t", start.pointer), moved.growth, moved.pull))
+            owners.append(start.owner)
         velocity, momentum = ffi.NULL, 0.0
         if moving is not None:
             at = self._wide(moving.velocity, written=True)

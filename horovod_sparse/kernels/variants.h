@@ -84,20 +84,21 @@ struct alignas(64) Totals {
     }
 };
 
-// What velocities and additions to the residual are multiplied by.
+// What velocities and additions to the residual are multiplied by, and what the start of what has moved is.
 template <class T>
 struct Rates {
-    T momentum, rate;
+    T momentum, rate, growth, pull;
 };
 
-// How a gradient gets into the residual: as it is, times the rate, or through the velocity. Some processors take ten times as
-// long for a product of denormal numbers, also if the other factor is 1.
-enum Form { kPlain, kRated, kMoving, kForms };
+// How a gradient gets into the residual: as it is, times the rate, through the velocity, or as the distance from its start.
+// Some processors take ten times as long for a product of denormal numbers, also if the other factor is 1.
+enum Form { kPlain, kRated, kMoving, kMoved, kForms };
 
 // The loops over a piece or a block; loops.h says what they do.
 template <class T>
 struct Loops {
     using Bit = typename Type<T>::Bit;
+    // The second array is the velocity, or the start.
     using Accumulate = uint32_t(T*, T*, const T*, int64_t, bool, Rates<T>, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
     // The second index is hs_notes.wanted.

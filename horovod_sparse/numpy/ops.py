@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moved, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -33,7 +33,11 @@ class NumpyOps(Ops):
     ) -> list[int]:
         return [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
 
-    def _accumulate(self, buffer: Array, first: int, gradient: Array, moving: Moving | None, rate: float) -> int:
+    def _accumulate(
+        self, buffer: Array, first: int, gradient: Array | Moved, moving: Moving | None, rate: float
+    ) -> int:
+        if isinstance(gradient, Moved):
+            gradient = _distance(gradient, buffer.dtype)
         part = slice(first, first + gradient.size)
         residual = buffer[part]
         if first < 0 or residual.size != gradient.size:
@@ -232,6 +236,13 @@ def keep_finite(sums: Array) -> int:
         largest = np.finfo(sums.dtype).max
         np.clip(sums, -largest, largest, out=sums)
     return overflowed
+
+
+def _distance(moved: Moved, dtype: Any) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        now, start = moved.now.astype(dtype), moved.start.astype(dtype)
+        distance: Array = (now - start) * dtype.type(moved.growth) + start * dtype.type(moved.pull)
+        return distance
 
 
 def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:

@@ -67,6 +67,24 @@ class Moving(NamedTuple):
     """m, >= 0."""
 
 
+class Moved(NamedTuple):
+    """How far an array has moved, `growth * (now - start) + pull * start`, which buffers take in as a gradient.
+
+    It is computed in the buffer's type, and each operation is rounded.
+    """
+
+    now: Array
+    """Where the array is, of any shape and float type."""
+    start: Array
+    """Where it began: an array of this shape and type."""
+    growth: float
+    pull: float
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.now.nbytes)
+
+
 class Selection(NamedTuple):
     """What a compressor chose from a bucket."""
 
@@ -92,10 +110,10 @@ class Ops(Protocol):
     ) -> list[int]:
         """Add gradients to their parts of a buffer, in place. They have any shape, float type and strides, and are not changed.
 
-        What is added, after the momentum, is multiplied by `rate` > 0 before. The product is rounded, and then the sum is.
-        Entries that are not finite in the buffer's type add nothing. Sums that leave the range of that type stay at its
-        largest number. Return how many entries of each gradient are such exceptions. Raise ValueError if a gradient reaches
-        beyond the buffer.
+        A gradient may be `Moved`. What is added, after the momentum, is multiplied by `rate` before. The product is rounded,
+        and then the sum is. Entries that are not finite in the buffer's type add nothing. Sums that leave the range of that
+        type stay at its largest number. Return how many entries of each gradient are such exceptions. Raise ValueError if a
+        gradient reaches beyond the buffer.
         """
 
     def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:

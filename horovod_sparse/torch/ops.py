@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moved, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -53,8 +53,12 @@ class TorchOps(Ops):
         return told
 
     def _accumulate(
-        self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None, rate: float
+        self, buffer: Tensor, first: int, gradient: Tensor | Moved, moving: Moving | None, rate: float
     ) -> int | Tensor:
+        if isinstance(gradient, Moved):
+            now, start = gradient.now.to(buffer.dtype), gradient.start.to(buffer.dtype)
+            distance: Tensor = now.sub(start).mul_(gradient.growth).add_(start.mul(gradient.pull))
+            gradient = distance
         part = slice(first, first + gradient.numel())
         residual = buffer[part]
         if first < 0 or residual.numel() != gradient.numel():

@@ -17,7 +17,7 @@ from horovod_sparse.core.layout import Parameter, Slot
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.core.transport import Transport
 from horovod_sparse.exchange.protocols import Reduced
-from horovod_sparse.ops.protocol import Part
+from horovod_sparse.ops.protocol import Moved, Part
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -84,8 +84,8 @@ class TensorSource(ABC):
         return self.driver.transport.position == 0
 
     @abstractmethod
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that a parameter has got in this step, as a dense tensor; None if it has got none."""
+    def gradient(self, parameter: Tensor) -> Tensor | Moved | None:
+        """Return what a parameter has got in this step, as a dense tensor or as `Moved`; None if it has got nothing."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

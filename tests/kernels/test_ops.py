@@ -19,7 +19,7 @@ from horovod_sparse.kernels.memory import TYPES, Memory
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above
-from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Moving, Sums
+from horovod_sparse.ops.protocol import EXTENT, SUMS, Hints, Moved, Moving, Sums
 from tests.harness.backend import noted
 
 pytestmark = [
@@ -95,7 +95,7 @@ class Taken(NamedTuple):
 def accumulate(
     ops: CompiledOps,
     residual: np.ndarray,
-    gradient: np.ndarray,
+    gradient: np.ndarray | Moved,
     hints: Hints = NOTHING,
     moving: Moving | None = None,
     rate: float = 1.0,
@@ -129,7 +129,7 @@ HINTS += [Hints(0.5, room) for room in (0, 1, 5, 100, 2000)]
 HINTS = [hints._replace(asks=number % 3) for number, hints in enumerate(HINTS)]
 
 
-def assert_accumulated(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Taken:
+def assert_accumulated(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray | Moved, hints: Hints) -> Taken:
     mine, expected = residual.copy(), residual.copy()
     taken = accumulate(ops, mine, gradient, hints)
     assert [taken.not_finite] == ORACLE.accumulate(expected, [(0, gradient)])
@@ -151,6 +151,16 @@ def test_accumulate(size: int, dtype: type[np.floating], gradient_type: type) ->
         found = ORACLE.measure(residual, hints.cut).count
         wanted_of_these = hints.cut < math.inf and min(hints.room, size) > 0
         assert (taken.above is not None) == (wanted_of_these and found <= hints.room)
+
+
+@of_either_width
+@pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_accumulate_takes_in_what_has_moved(size: int, dtype: type[np.floating], gradient_type: type) -> None:
+    now, start = (sample(size, gradient_type, seed, infinite=True, nan=True) for seed in (1, 2))
+    for number, hints in enumerate(HINTS):
+        moved = Moved(now, start, *[(1.0, 0.0), (1.4, 1e-3), (1e30, 0.3)][number % 3])
+        assert_accumulated(ONE, sample(size, dtype), moved, hints)
 
 
 @of_either_width

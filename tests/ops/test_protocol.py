@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from horovod_sparse.ops.protocol import Moving
+from horovod_sparse.ops.protocol import Moved, Moving
 from horovod_sparse.torch import ops
 from horovod_sparse.torch.compiled import tensor_ops
 from tests.harness.table import BACKENDS, WITH_OPERATIONS, Backend
@@ -90,6 +90,32 @@ def test_accumulate_and_assign(backend: Backend, dtype: type[np.floating], trans
     np.testing.assert_allclose(backend.numpy(residual), 2 * expected, rtol=1e-6)
     backend.ops.assign(residual, given)
     np.testing.assert_array_equal(backend.numpy(residual), expected, strict=True)
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_accumulate_takes_in_what_has_moved(backend: Backend, dtype: type[np.floating], transposed: bool) -> None:
+    """It comes from its start, is added and taken out again, and a distance that is not finite adds nothing."""
+    rng = np.random.default_rng(4)
+    now, start = (rng.normal(size=(6, 5)).astype(dtype) for _ in range(2))
+    now[1, 2], start[2, 3], now[4, 4], start[4, 4] = np.nan, np.inf, 65504, -65504
+    wide_now, wide_start = now.astype(np.float32), start.astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        distance = (wide_now - wide_start) * np.float32(1.4) + wide_start * np.float32(0.01)
+    if transposed:
+        distance = distance.T
+    expected = np.where(np.isfinite(distance), distance, 0).reshape(-1)
+    given = [backend.array(one).T if transposed else backend.array(one) for one in (now, start)]
+    residual = backend.ops.zeros(31, "float32", given[0])
+    moved = Moved(*given, 1.4, 0.01)
+    assert backend.ops.accumulate(residual, [(1, moved)]) == [2]
+    np.testing.assert_array_equal(backend.numpy(residual), [0, *expected])
+    assert backend.ops.accumulate(residual, [(1, moved)], rate=-1.0) == [2]
+    np.testing.assert_array_equal(backend.numpy(residual), np.zeros(31))
+    velocity = backend.array(np.ones(31, np.float32))
+    assert backend.ops.accumulate(residual, [(1, moved)], Moving(velocity, 0.5)) == [2]
+    np.testing.assert_array_equal(backend.numpy(velocity), [1, *(np.float32(0.5) + expected)])
 
 
 @on_every_backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from horovod_sparse.kernels.gpu.rules import Blind, Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
-from horovod_sparse.ops.protocol import Part, Selection
+from horovod_sparse.ops.protocol import Moved, Part, Selection
 
 _BLOCK = 4096
 _TILES = 2048
@@ -59,6 +59,26 @@ _SAMPLED_WIDTH = 11
 
 
 _DENSE = Blind()
+
+
+class _Given(NamedTuple):
+    """What a part of the residual takes in."""
+
+    offset: int
+    arrays: tuple[Tensor, ...] = ()
+    """Contiguous: a gradient, or `now` and `start` of what has moved; none if there is nothing."""
+    factors: tuple[float, float] = (0.0, 0.0)
+    """`growth` and `pull`."""
+
+
+def _given(offset: int, gradient: Tensor | Moved | None) -> _Given:
+    if gradient is None:
+        return _Given(offset)
+    if isinstance(gradient, Moved):
+        return _Given(
+            offset, (gradient.now.contiguous(), gradient.start.contiguous()), (gradient.growth, gradient.pull)
+        )
+    return _Given(offset, (gradient.contiguous(),))
 
 
 class DeviceBucket:
@@ -156,40 +176,43 @@ class DeviceBucket:
 
     def accumulate(self, gradients: Sequence[Part], momentum: float | None, rate: float) -> None:
         numbers = *self._part, self._request.cut, self._floor(), momentum or 0.0, rate
+        moved = any(isinstance(gradient, Moved) for _, gradient in gradients)
         constants = {
             "SLOTS": self._slots_each,
             "CHUNK": min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
             "HAS_VELOCITY": momentum is not None,
+            "MOVED": moved,
             "MEASURES": self._now.measures,
             # A product and a sum must round twice, as they do everywhere else.
-            "enable_fp_fusion": momentum is None and rate == 1.0,
+            "enable_fp_fusion": momentum is None and rate == 1.0 and not moved,
         }
-        together: dict[torch.dtype, list[Part]] = defaultdict(list)
+        together: dict[torch.dtype, list[_Given]] = defaultdict(list)
         for offset, gradient in gradients:
-            given = None if gradient is None else gradient.contiguous()
-            together[self.buffer.dtype if given is None else given.dtype].append((offset, given))
+            given = _given(offset, gradient)
+            together[given.arrays[0].dtype if given.arrays else self.buffer.dtype].append(given)
         velocity = self.buffer if self._velocity is None else self._velocity
         results = self._partials, self._found, self._slots
         for dtype, parts in together.items():
-            table, aligned = self._table(parts)
+            table, aligned = self._table(parts, 1 + moved)
             where = self._starts, sent_to(self.buffer.device, table), table.shape[1], self._tiles
             kind = {"GRADIENT": getattr(tl, str(dtype).removeprefix("torch.")), "ALIGNED": aligned}
             with torch.cuda.device_of(self.buffer):
                 accumulate[(table.shape[1],)](self.buffer, velocity, *where, *numbers, *results, **kind, **constants)
 
-    def _table(self, parts: Sequence[Part]) -> tuple[NDArray[np.int64], bool]:
-        """Return the table of `accumulate`, and whether all that it tells of is aligned."""
-        offsets, addresses = (
-            np.array(numbers, np.int64)
-            for numbers in zip(*((first, 0 if one is None else one.data_ptr()) for first, one in parts), strict=True)
-        )
-        itemsize = max((one.element_size() for _, one in parts if one is not None), default=0)
-        ranges = [self._tiles_of[first] for first, _ in parts]
+    def _table(self, parts: Sequence[_Given], arrays: int) -> tuple[NDArray[np.int64], bool]:
+        """Return the table of `accumulate`, with so many addresses, and whether all that it tells of is aligned."""
+        offsets = np.array([one.offset for one in parts], np.int64)
+        itemsize = max((one.arrays[0].element_size() for one in parts if one.arrays), default=0)
+        ranges = [self._tiles_of[one.offset] for one in parts]
         part, tiles = numbered([len(tiles) for tiles in ranges], [tiles.start for tiles in ranges])
         begins, ends = self._edges[tiles], self._edges[tiles + 1]
-        at = np.where(addresses[part] != 0, addresses[part] + (begins - offsets[part]) * itemsize, 0)
+        at = np.zeros((arrays, len(tiles)), np.int64)
+        for row, number in zip(at, range(arrays), strict=True):
+            addresses = np.array([one.arrays[number].data_ptr() if one.arrays else 0 for one in parts], np.int64)
+            row[:] = np.where(addresses[part] != 0, addresses[part] + (begins - offsets[part]) * itemsize, 0)
         aligned = not (at % 16).any() and not (begins % RUN).any() and not (ends % RUN).any()
-        return np.stack([tiles, at]), aligned
+        factors = np.array([one.factors for one in parts], np.float64).view(np.int64)[part, : 2 * (arrays - 1)]
+        return np.vstack([tiles, at, factors.T]), aligned
 
     def message(self) -> Tensor:
         drawn = self._drawn()

@@ -94,14 +94,16 @@ def accumulate(
     GRADIENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     HAS_VELOCITY: tl.constexpr,
+    MOVED: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
     """Add `rate` times a tile's gradient, or its velocity, to its residual, and store the tile's sums and candidates.
 
     `table` has the numbers of `count` tiles, then the addresses of their gradients, of type GRADIENT; 0 stands for no
-    gradient. If ALIGNED, a thread may load RUN entries of all tiles and gradients at once. Entries of the gradient that are
-    not finite add nothing. Sums that overflow stay at the largest number. Both are counted. Candidates are among the entries
-    from `begin` to `end`.
+    gradient. If MOVED, gradients are `ops.protocol.Moved`: the addresses of their starts follow, then the bits of their
+    growths and pulls as float64. If ALIGNED, a thread may load RUN entries of all tiles and gradients at once. Entries of the
+    gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted. Candidates are
+    among the entries from `begin` to `end`.
     """
     tile = tl.load(table + tl.program_id(0))
     address = tl.load(table + count + tl.program_id(0))
@@ -112,6 +114,12 @@ def accumulate(
         start = tl.multiple_of(start, _RUN)
         left = tl.multiple_of(left, _RUN)
         gradient = tl.multiple_of(gradient, 16)
+    if MOVED:
+        begun = tl.load(table + 2 * count + tl.program_id(0)).to(tl.pointer_type(GRADIENT))
+        if ALIGNED:
+            begun = tl.multiple_of(begun, 16)
+        growth = tl.load(table + 3 * count + tl.program_id(0)).to(tl.float64, bitcast=True)
+        pull = tl.load(table + 4 * count + tl.program_id(0)).to(tl.float64, bitcast=True)
     dtype = residual.dtype.element_ty
     bound = tl.full((), floor, tl.float64).to(dtype)
     listed = tl.full((), 0, tl.int32)
@@ -127,6 +135,9 @@ def accumulate(
         inside = lanes < left
         x = tl.load(residual + start + lanes, inside, other=0.0)
         g = tl.load(gradient + lanes, inside & (address != 0), other=0.0).to(dtype)
+        if MOVED:
+            s = tl.load(begun + lanes, inside & (address != 0), other=0.0).to(dtype)
+            g = (g - s) * growth.to(dtype) + s * pull.to(dtype)
         finite = tl.abs(g) < float("inf")
         g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
         if HAS_VELOCITY:

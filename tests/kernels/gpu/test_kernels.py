@@ -33,7 +33,7 @@ from horovod_sparse.kernels.gpu.message import union
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import NUMBERS, RUN
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Moving, Selection
+from horovod_sparse.ops.protocol import Moved, Moving, Selection
 from horovod_sparse.torch import device
 from horovod_sparse.torch.ops import TorchOps
 from tests.harness.process import python
@@ -149,7 +149,7 @@ NO_STATE: Any = None
 
 def check_accumulate(
     residual: np.ndarray,
-    gradient: torch.Tensor | None,
+    gradient: torch.Tensor | Moved | None,
     cut: float,
     floor: float,
     velocity: Any = None,
@@ -158,7 +158,11 @@ def check_accumulate(
 ) -> None:
     """The parameter stands between two others, at an offset that no vector is aligned with."""
     buffer = torch.from_numpy(np.pad(residual, (3, 2), constant_values=9))
-    given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
+    given: Any = np.zeros(residual.size, np.float32)
+    if isinstance(gradient, Moved):
+        given = gradient._replace(now=gradient.now.double().numpy(), start=gradient.start.double().numpy())
+    elif gradient is not None:
+        given = gradient.double().numpy()
     expected, velocity = residual.copy(), np.zeros_like(residual) if velocity is None else velocity.copy()
     moving = None if momentum is None else torch.from_numpy(np.pad(velocity, (3, 2)))
     how = None if momentum is None else Moving(velocity, momentum)
@@ -205,6 +209,29 @@ def test_accumulate_takes_gradients_of_every_type(kind: torch.dtype | None, mome
     """Without a gradient it measures."""
     gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
     check_accumulate(sample(70, np.float32, 0), gradient, 0.5, 1.0, sample(70, np.float32, 2), momentum, rate)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 64, 131])
+def test_accumulate_takes_in_what_has_moved(kind: torch.dtype, size: int) -> None:
+    now, start = (torch.from_numpy(sample(size, np.float64, seed, bad=True)).to(kind) for seed in (1, 3))
+    for growth, pull, rate in ((1.0, 0.0, 1.0), (1.4, 1e-3, 1.0), (1.4, 1e-3, -1.0)):
+        check_accumulate(sample(size, np.float32, 0), Moved(now, start, growth, pull), 0.5, 1.0, rate=rate)
+
+
+def test_parts_that_have_moved_and_others_that_have_not_are_taken_in_together() -> None:
+    """Of two types, with their own growths."""
+    arrays = [torch.from_numpy(sample(70, np.float32, seed)) for seed in range(4)]
+    moved = [Moved(arrays[0], arrays[1], 1.4, 1e-3), None, Moved(arrays[2].half(), arrays[3].half(), 2.0, 0.5)]
+    buffer, expected = torch.zeros(210), np.zeros(210, np.float32)
+    bucket = DeviceBucket(Measuring(0.5, 1.0), buffer, None, [70, 70, 70], 0.1, block=BLOCK, chunk=CHUNK)
+    bucket.begin(NO_STATE, Stage(range(1), 210, 210, Pairs(), False, 0.0))
+    bucket.accumulate([(70 * number, one) for number, one in enumerate(moved)], None, 1.0)
+    for number, one in enumerate(moved):
+        if one is not None:
+            given = one._replace(now=one.now.float().numpy(), start=one.start.float().numpy())
+            ORACLE.accumulate(expected, [(70 * number, given)])
+    np.testing.assert_array_equal(buffer.numpy(), expected)
 
 
 ANY = st.floats(width=32)
