@@ -47,13 +47,16 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["RMSThreshold", "Unusual"])
 def test_a_compressor_of_the_page_passes_all_laws(name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / "adding-a-compressor.md"
-    (code,) = (one.text for one in pages.blocks(page, "python") if f"class {name}(Compressor)" in one.text)
-    code, _, _ = code.partition("\n\n\nreduce = ")
+    blocks = [one.text for one in pages.blocks(page, "python")]
+    (number,) = (number for number, text in enumerate(blocks) if f"class {name}(Compressor)" in text)
+    code, _, _ = blocks[number].partition("\n\n\ntrain(")
+    # The page goes on with what it has imported before.
+    imports = re.findall(r"^(?:import|from) .+$", "\n".join(blocks[:number]), re.MULTILINE)
     assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
     text = " ".join(page.read_text(encoding="utf-8").split())
     (imported,) = re.findall(r"`(from tests\.harness\.table import Row)`", text)
     (row,) = re.findall(rf"\b(Row\(\"\w+\", {name}, .*?\))`", text)
-    (tmp_path / "mine.py").write_text(f"{code}\n{imported}\nROW = {row}\n")
+    (tmp_path / "mine.py").write_text("\n".join([*imports, code, imported, f"ROW = {row}\n"]))
     (arguments,) = re.findall(r"`\.venv/bin/python (-m pytest .* --compressor) mine:", text)
     command = (*arguments.split(), "mine:ROW", "-q", "-p", "no:cacheprovider")
     done = python(*command, limit=600, PYTHONPATH=f"{ROOT}:{tmp_path}")
