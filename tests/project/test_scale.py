@@ -10,7 +10,7 @@ from tests.harness.process import ROOT, python
 
 
 @pytest.mark.parametrize(
-    ("study", "page", "tables"), [("many_workers", "scale", 6), ("networks", "networks", 6), ("real", "tasks", 2)]
+    ("study", "page", "tables"), [("many_workers", "scale", 6), ("networks", "networks", 6), ("real", "tasks", 3)]
 )
 def test_the_page_has_the_tables_of_the_raw_data(study: str, page: str, tables: int) -> None:
     script = ROOT / "studies" / f"{study}.py"
