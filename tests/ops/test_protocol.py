@@ -106,9 +106,9 @@ def test_accumulate_takes_in_what_has_moved(backend: Backend, dtype: type[np.flo
     if transposed:
         distance = distance.T
     expected = np.where(np.isfinite(distance), distance, 0).reshape(-1)
-    given = [backend.array(one).T if transposed else backend.array(one) for one in (now, start)]
-    residual = backend.ops.zeros(31, "float32", given[0])
-    moved = Moved(*given, 1.4, 0.01)
+    given, begun = (backend.array(one).T if transposed else backend.array(one) for one in (now, start))
+    residual = backend.ops.zeros(31, "float32", given)
+    moved = Moved(given, begun, 1.4, 0.01)
     assert backend.ops.accumulate(residual, [(1, moved)]) == [2]
     np.testing.assert_array_equal(backend.numpy(residual), [0, *expected])
     assert backend.ops.accumulate(residual, [(1, moved)], rate=-1.0) == [2]
