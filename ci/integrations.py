@@ -49,13 +49,15 @@ text = f"rank {%s}: {compression.stats().steps} steps, checksum {checksum!r}"
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _RANK = "__import__('os').environ['RANK']"
-_SHOW = TEXT % _RANK + "print(text, flush=True)"
+_END = "__import__('os')._exit(0)\n"
+"""Over Gloo, PyTorch 2.13 may abort while Python ends; docs/pytorch.md has more."""
+_SHOW = TEXT % _RANK + "print(text, flush=True)\n" + _END
 _SHOW_LOCAL = f"""
 with torch.no_grad():
     loss = float(F.cross_entropy(getattr(model, "layers", model)(x), x[:, :3].argmax(1)))
 compression = local.compression
 {TEXT % _RANK}print(f"{{text}}, loss {{loss:.4f}}", flush=True)
-"""
+{_END}"""
 DENSE = """
 from horovod_sparse.torch import SIDCo
 
