@@ -9,7 +9,6 @@ Tested by tests/parallel/tf/tape.py.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse.core.agreement import (
     check_arguments,
@@ -50,17 +50,12 @@ _SUSPICIOUS = 10
 
 def check_compiled() -> None:
     """Raise ValueError within a function that XLA compiles: TensorFlow's own message does not say why it cannot."""
-    frame = None if tf.executing_eagerly() else inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, tf.types.experimental.PolymorphicFunction) and getattr(caller, "_jit_compile", False):
-            name = getattr(caller.python_function, "__name__", caller)
-            raise ValueError(
-                f"jit_compile must be False in the tf.function {name!r}, got True (in Keras' compile() the default where there "
-                "is a GPU): XLA cannot compile Horovod's collectives; use model.compile(..., jit_compile=False), or compile "
-                "what computes gradients, and reduce and apply them outside"
-            )
-        frame = frame.f_back
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "jit_compile must be False in tf.function and in Keras' compile(), got True (the default of compile() where there "
+            "is a GPU): XLA cannot compile Horovod's collectives; use model.compile(..., jit_compile=False), or compile what "
+            "computes gradients, and reduce and apply them outside"
+        )
 
 
 class VariableSource:

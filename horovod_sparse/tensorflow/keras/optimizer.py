@@ -274,7 +274,9 @@ def _check_callers(optimizer: Any) -> None:
     check_compiled()
     frame = inspect.currentframe()
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        # Of a script's own frames none is looked into: Python would keep what their variables hold until they end.
+        is_of_keras = frame.f_globals.get("__name__", "").startswith("keras.")
+        caller = frame.f_locals.get("self") if is_of_keras else None
         if is_scaler(caller) and caller is not optimizer:
             raise ValueError(
                 f"the distributed optimizer {optimizer.name!r} must be directly inside of a LossScaleOptimizer, but another "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle
@@ -602,3 +604,15 @@ def xla_is_refused(make: MakeCompression) -> None:
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=make()), jit_compile=True)
     error = raised(ValueError, lambda: fit(model, [0]))
     assert "model.compile(..., jit_compile=False)" in error, error
+
+
+@scenario(TF_2)
+def a_scripts_variables_are_not_kept() -> None:
+    """As Python does with those of a function whose frame is looked into."""
+    held = TopK(0.01)
+    freed = weakref.ref(held)
+    model = compiled(hvd.DistributedOptimizer(_sgd(), compression=TopK(0.01, warmup=None)))
+    fit(model, [0])
+    del held
+    gc.collect()
+    assert freed() is None

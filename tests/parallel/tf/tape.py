@@ -373,10 +373,11 @@ def misuse_is_refused() -> None:
     traced = tf.function(lambda: reduced(TopK(0.1, warmup=None), weights, gradients))
     assert "make it once, outside" in raised(RuntimeError, traced)
     step = tf.function(lambda: reduce(compression, weights, gradients), jit_compile=True)
-    outer = tf.function(lambda: step(), autograph=False)
+    plain = tf.function(lambda: reduce(compression, weights, gradients))
+    outer = tf.function(lambda: plain(), jit_compile=True)
     for compiled in (step, outer):
         message = raised(ValueError, compiled)
-        assert "jit_compile must be False in the tf.function '<lambda>'" in message, message
+        assert "jit_compile must be False in tf.function" in message, message
     tf.config.run_functions_eagerly(True)
     try:
         message = raised(RuntimeError, lambda: reduce(compression, weights, gradients))
