@@ -51,7 +51,8 @@ class Movement:
         if self.begun:
             return
         for part in self._parts.values():
-            if part not in self.start or self.start[part].shape != part.shape:
+            start = self.start.get(part)
+            if start is None or (start.shape, start.dtype, start.device) != (part.shape, part.dtype, part.device):
                 self.start[part] = torch.empty_like(part, requires_grad=False)
         _copy([self.start[part] for part in self._parts.values()], [*self._parts.values()])
         self._decay.clear()
@@ -108,7 +109,8 @@ class Movement:
 
     def moved(self, part: Tensor, growth: float) -> Moved:
         """Return how far a part is from its start, times `growth` but for its decay."""
-        return Moved(part.detach(), self.start[part], growth, (growth - 1.0) * self._decay[part])
+        # The model may have got another type since.
+        return Moved(part.detach(), self.start[part].to(part), growth, (growth - 1.0) * self._decay[part])
 
     def add_to(self, parts: list[Tensor]) -> None:
         """Turn how far values are to be from the start into these values."""

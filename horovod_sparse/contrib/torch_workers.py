@@ -75,6 +75,7 @@ class MovementSource(TensorSource):
         except BaseException:
             # The other workers wait for what this one has not sent.
             self.driver.give_up()
+            self.memory, self._moved = {}, {}
             raise
 
         def write(slots: Sequence[Slot], reduced: Reduced) -> None:

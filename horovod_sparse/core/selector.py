@@ -63,7 +63,7 @@ class Selector(Protocol):
     def take_out(self, indices: Array, length: int, checksum: int | None) -> tuple[Array, Array]:
         """Return the message of pairs of these indices, and message 2 with the values: see `protocols.Sender.value_message`.
 
-        They are no longer in the residual. Nothing is taken if a gradient was not finite.
+        They are no longer in the residual. Nothing is taken if a gradient was not finite, or the step is given up.
         """
 
     def whole(self, checksum: int | None) -> Array:

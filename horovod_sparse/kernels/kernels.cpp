@@ -329,8 +329,10 @@ int hs_share_threads(void) {
 
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
                   double momentum, double rate, int threads, hs_notes* notes) {
-    for (const hs_part* one = gradients; one != gradients + number; ++one)
+    for (const hs_part* one = gradients; one != gradients + number; ++one) {
         if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return 0;
+        if (one->start != 0 && velocity != nullptr) return 0;
+    }
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
     typed(residual, type, [&](auto* entries) {

@@ -60,8 +60,8 @@ int hs_ask_ahead(int wanted);
 /* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
    spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
 int hs_share_threads(void);
-/* Takes in the gradients in this order. `velocity` and `notes` may be null; with a velocity no gradient has a start. Changes
-   nothing and returns 0 if a gradient reaches beyond numel. */
+/* Takes in the gradients in this order. `velocity` and `notes` may be null. Changes nothing and returns 0 if a gradient reaches
+   beyond numel, or has a start although there is a velocity. */
 int hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_part* gradients, int64_t number,
                   double momentum, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */

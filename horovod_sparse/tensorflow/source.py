@@ -17,7 +17,6 @@ from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from horovod_sparse.core.agreement import (
     check_arguments,
@@ -49,7 +48,12 @@ _SUSPICIOUS = 10
 
 
 def check_compiled() -> None:
-    """Raise ValueError within a function that XLA compiles: TensorFlow's own message does not say why it cannot."""
+    """Raise ValueError while a function is traced that XLA compiles: TensorFlow's own message does not say why it cannot."""
+    try:
+        from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+    except ImportError:
+        # The name is TensorFlow's own affair, and its own message is better than none.
+        return
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
             "jit_compile must be False in tf.function and in Keras' compile(), got True (the default of compile() where there "

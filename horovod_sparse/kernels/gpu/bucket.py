@@ -250,7 +250,7 @@ class DeviceBucket:
     def _values(self, length: int, checksum: int | None) -> Tensor:
         """Return memory for message 2."""
         tail = [] if checksum is None else wire.tail(checksum)
-        return torch.empty(length + len(tail), device=self.buffer.device)
+        return torch.empty(length + len(tail), dtype=self.buffer.dtype, device=self.buffer.device)
 
     def decide(self, *, gives_up: bool) -> None:
         request, given = self._request, self.numbers

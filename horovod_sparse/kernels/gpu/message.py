@@ -193,9 +193,12 @@ def pair(indices, values, listed: tl.int64, capacity: tl.int64, message, CHUNK: 
 
 def pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:
     """Do as `Ops.pack`."""
+    if len(indices) > capacity:
+        raise ValueError(f"there must be up to {capacity} indices, got {len(indices)}")
     message = torch.empty((capacity, 2), dtype=torch.int32, device=values.device)
+    asked = indices.contiguous(), values.contiguous(), len(indices), capacity, message
     with torch.cuda.device_of(values):
-        pair[(-(-capacity // CHUNK),)](indices, values, len(indices), capacity, message, CHUNK=CHUNK)
+        pair[(-(-capacity // CHUNK),)](*asked, CHUNK=CHUNK)
     return message
 
 

@@ -518,8 +518,28 @@ def test_a_union_is_found_as_on_the_host(messages: list[set[int]], numel_stride:
 def test_pairs_are_written_as_on_the_host(monkeypatch: pytest.MonkeyPatch, used: int) -> None:
     monkeypatch.setattr(device, "has_kernels", lambda where: True)
     indices, values = np.array([2, 3, 5, 8, 9])[:used], np.array([1.0, -0.0, 2.0, 3.0, 4.0], np.float32)[:used]
-    message = TorchOps().pack(torch.from_numpy(indices), torch.from_numpy(values), 5)
-    np.testing.assert_array_equal(message.numpy(), ORACLE.pack(indices, values, 5))
+    expected = ORACLE.pack(indices, values, 5)
+    given = torch.from_numpy(indices), torch.from_numpy(values)
+    for some in (given, [one.repeat_interleave(2)[::2] for one in given]):
+        np.testing.assert_array_equal(TorchOps().pack(*some, 5).numpy(), expected)
+    if used:
+        with pytest.raises(ValueError, match="up to 2 indices, got"):
+            TorchOps().pack(*[one.repeat(3) for one in given], 2)
+
+
+def test_messages_of_values_have_the_residuals_type() -> None:
+    """A script may have set another default."""
+    worker = Worker(RandomK(0.5, warmup=None), [40, 30])
+    before = worker.accumulate(gradients("laplace", 70, np.random.default_rng(8)))
+    worker.bucket.decide(gives_up=False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        whole = worker.bucket.whole(0)
+        _, taken = worker.bucket.take_out(torch.tensor([3, 5]), 2, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    np.testing.assert_array_equal(whole.numpy()[:70], before)
+    np.testing.assert_array_equal(taken.numpy(), before[[3, 5]])
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
