@@ -216,21 +216,21 @@ def test_local_updates_launch_little_for_each_parameter(alone: pytest.MonkeyPatc
 
 def test_local_updates_follow_a_model_that_gets_another_type(alone: pytest.MonkeyPatch) -> None:
     """Also between a step and the exchange. With ratio 1 the parameters are those of the optimizer alone."""
-    results = []
     for every in (1, 2):
         models = [small_model(), small_model()]
         models[1].load_state_dict(models[0].state_dict())
         optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in models]
         local = LocalUpdates(optimizers[1], models[1], TopK(1.0, min_numel=0, warmup=None), every=every)
+        x = torch.ones(8, 40)
         for number in range(4):
-            for model, optimizer in zip(models, (optimizers[0], local), strict=True):
-                if number == 3:
-                    model.to(torch.bfloat16)
-                optimizer.zero_grad()
-                x = torch.ones(8, model[0].in_features, dtype=model[0].weight.dtype)
+            if number == 3:
+                x = x.bfloat16()
+                models = [model.to(torch.bfloat16) for model in models]
+            for model in models:
+                model.zero_grad()
                 model(x).square().mean().backward()
-                optimizer.step()
+            optimizers[0].step()
+            local.step()
         local.synchronize()
-        results += zip(*(one.parameters() for one in models), strict=True)
-    for expected, got in results:
-        torch.testing.assert_close(got, expected, rtol=0.02, atol=1e-3)
+        for expected, got in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.02, atol=1e-3)
