@@ -62,7 +62,6 @@ class MovementSource(TensorSource):
         if not parts and not self._shards:
             return
         self.memory = {part: part.detach() for part in parts}
-        self._moved = {part: movement.moved(part, growth) for part in parts}
         try:
             new = {one: name for one, name in self._given.items() if one in self.memory and one not in self.names}
             if new or self.driver.feedback is None:
@@ -70,6 +69,7 @@ class MovementSource(TensorSource):
             self.begin()
             # Buckets are packed from the last parameter to the first.
             for part in reversed(parts):
+                self._moved[part] = movement.moved(part, growth)
                 self.add(part)
             self.add_rest()
         except BaseException:

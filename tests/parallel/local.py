@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
 from horovod_sparse.contrib.lengths import Lengths
+from horovod_sparse.contrib.torch_movement import Movement
 from horovod_sparse.torch.group import Group
 from tests.harness.workers import ExactLengths
 
@@ -387,3 +390,15 @@ def wrong_settings_are_refused() -> None:
     ):
         settings = {"optimizer": optimizer, "model": model, **arguments}
         assert text in raised((TypeError, ValueError), lambda settings=settings: sparse.LocalUpdates(**settings))
+
+
+@scenario(MPI_2, TORCHRUN_2)
+def an_error_before_the_first_movement_leaves_no_rank_waiting() -> None:
+    """As memory may end there. All ranks then go on."""
+    model, local = pulled()
+    pull(model, local, 0)
+    with patch.object(Movement, "moved", side_effect=MemoryError("full")) if hvd.rank() else nullcontext():
+        message = raised(MemoryError if hvd.rank() else RuntimeError, partial(pull, model, local, 1))
+    assert ("full" if hvd.rank() else "rank 1 has given up this step") in message, message
+    pull(model, local, 2)
+    assert_identical(model.values().values())
