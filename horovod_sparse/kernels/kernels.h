@@ -25,7 +25,8 @@ typedef struct {
     uintptr_t address;  /* of the gradient, or of the part */
     int type;
     int64_t first, n;
-    uintptr_t start;    /* if not null, of an array like the gradient: growth * (gradient - start) + pull * start is taken in */
+    uintptr_t start;    /* if not null, of an array like the gradient, which is not wider than what takes it in:
+                           growth * (gradient - start) + pull * start is taken in */
     double growth, pull;
     int64_t not_finite; /* result: number of its entries that are not finite, and of sums that left the range of the type */
     int64_t found;      /* result: number of entries that are noted of this part and of those before it */

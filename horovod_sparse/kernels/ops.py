@@ -74,7 +74,8 @@ class KernelOps(HostOps):
                 given.append(place)
                 continue
             start = self.memory(moved.start)
-            if start is None or (start.type, start.numel) != (at.type, at.numel):
+            is_wider = at.type == FLOAT64 and residual.type != FLOAT64
+            if start is None or (start.type, start.numel) != (at.type, at.numel) or is_wider:
                 return None
             given.append((*place, ffi.cast("uintptr_t", start.pointer), moved.growth, moved.pull))
             owners.append(start.owner)

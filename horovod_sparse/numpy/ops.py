@@ -239,9 +239,10 @@ def keep_finite(sums: Array) -> int:
 
 
 def _distance(moved: Moved, dtype: Any) -> Array:
+    wide = np.promote_types(moved.now.dtype, dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        now, start = moved.now.astype(dtype), moved.start.astype(dtype)
-        distance: Array = (now - start) * dtype.type(moved.growth) + start * dtype.type(moved.pull)
+        now, start = moved.now.astype(wide), moved.start.astype(wide)
+        distance: Array = (now - start) * wide.type(moved.growth) + start * wide.type(moved.pull)
         return distance
 
 

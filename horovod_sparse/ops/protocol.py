@@ -70,7 +70,7 @@ class Moving(NamedTuple):
 class Moved(NamedTuple):
     """How far an array has moved, `growth * (now - start) + pull * start`, which buffers take in as a gradient.
 
-    It is computed in the buffer's type, and each operation is rounded.
+    It is computed in the wider of the array's type and the buffer's, and each operation is rounded.
     """
 
     now: Array

@@ -56,7 +56,8 @@ class TorchOps(Ops):
         self, buffer: Tensor, first: int, gradient: Tensor | Moved, moving: Moving | None, rate: float
     ) -> int | Tensor:
         if isinstance(gradient, Moved):
-            now, start = gradient.now.to(buffer.dtype), gradient.start.to(buffer.dtype)
+            wide = torch.promote_types(gradient.now.dtype, buffer.dtype)
+            now, start = gradient.now.to(wide), gradient.start.to(wide)
             distance: Tensor = now.sub(start).mul_(gradient.growth).add_(start.mul(gradient.pull))
             gradient = distance
         part = slice(first, first + gradient.numel())

@@ -96,16 +96,17 @@ def test_accumulate_and_assign(backend: Backend, dtype: type[np.floating], trans
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_accumulate_takes_in_what_has_moved(backend: Backend, dtype: type[np.floating], transposed: bool) -> None:
-    """It comes from its start, is added and taken out again, and a distance that is not finite adds nothing."""
+    """It is added and taken out again, rounded once where it is wider, and a distance that is not finite adds nothing."""
     rng = np.random.default_rng(4)
     now, start = (rng.normal(size=(6, 5)).astype(dtype) for _ in range(2))
     now[1, 2], start[2, 3], now[4, 4], start[4, 4] = np.nan, np.inf, 65504, -65504
-    wide_now, wide_start = now.astype(np.float32), start.astype(np.float32)
+    wide = np.promote_types(dtype, np.float32).type
+    wide_now, wide_start = now.astype(wide), start.astype(wide)
     with np.errstate(invalid="ignore"):
-        distance = (wide_now - wide_start) * np.float32(1.4) + wide_start * np.float32(0.01)
+        distance = (wide_now - wide_start) * wide(1.4) + wide_start * wide(0.01)
     if transposed:
         distance = distance.T
-    expected = np.where(np.isfinite(distance), distance, 0).reshape(-1)
+    expected = np.where(np.isfinite(distance), distance, 0).reshape(-1).astype(np.float32)
     given, begun = (backend.array(one).T if transposed else backend.array(one) for one in (now, start))
     residual = backend.ops.zeros(31, "float32", given)
     moved = Moved(given, begun, 1.4, 0.01)

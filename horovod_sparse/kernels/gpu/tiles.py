@@ -134,10 +134,14 @@ def accumulate(
         lanes = first + tl.arange(0, CHUNK)
         inside = lanes < left
         x = tl.load(residual + start + lanes, inside, other=0.0)
-        g = tl.load(gradient + lanes, inside & (address != 0), other=0.0).to(dtype)
+        g = tl.load(gradient + lanes, inside & (address != 0), other=0.0)
         if MOVED:
-            s = tl.load(begun + lanes, inside & (address != 0), other=0.0).to(dtype)
-            g = (g - s) * growth.to(dtype) + s * pull.to(dtype)
+            s = tl.load(begun + lanes, inside & (address != 0), other=0.0)
+            # Before the distance is taken, nothing is rounded.
+            if tl.float64 != GRADIENT:
+                g, s = g.to(dtype), s.to(dtype)
+            g = (g - s) * growth.to(g.dtype) + s * pull.to(g.dtype)
+        g = g.to(dtype)
         finite = tl.abs(g) < float("inf")
         g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
         if HAS_VELOCITY:
